@@ -1,0 +1,3099 @@
+#!/usr/bin/env python3
+"""mavgpud: keeps a local LLM on the card while nobody else wants it.
+
+One AMD card (amdgpu, ROCm) is shared by llama-server and by its owner's own jobs, and the owner
+comes first. The rule, decided once per poll, in one thread, by one function (`decide`):
+
+    yield    when a contender has been seen in `evict_after_polls` polls in a row, or at once when
+             somebody waits for the card lock or has got hold of it;
+    unload   a child that has had nothing in flight for its `idle_timeout`;
+    start    the next child when the card has been clear for `start_after_polls` polls in a row,
+             nobody has a claim on the lock, no back-off or rest is pending, and there is VRAM.
+
+A contender is any process on the KFD (/sys/class/kfd/kfd/proc) that is not of our making. The
+kernel lists a process there when it opens /dev/kfd, seconds before it allocates anything large;
+that is why presence is the trigger and never an amount of VRAM: by the time VRAM is short, the
+other job has already failed.
+
+Who does what:
+
+    poll loop   the only thread that starts, stops or reaps a child, and the only one that writes
+                its state. A stop is a state with deadlines, so polls go on during one.
+    watcher     one epoll for everything that may happen while nobody looks: a client that hangs
+                up, a child that dies, a signal. It wakes the poll loop or cuts an exchange.
+    probers     one per running child: GET its health path, and note the result.
+    handlers    one thread per client connection: the front and the proxy.
+
+Other threads read what the poll loop has published (`Child.run`, `Run.ready`, `Child.reason`,
+`Supervisor.snapshot`); they never change a child, they only ask for the next poll to come now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import errno
+import fcntl
+import fnmatch
+import http.client
+import http.server
+import json
+import logging
+import math
+import os
+import queue
+import re
+import resource
+import select
+import shutil
+import signal
+import socket
+import socketserver
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, NamedTuple, Union
+
+VERSION = "1.0"
+
+log = logging.getLogger("mavgpud")
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def gib(amount: int) -> str:
+    """`amount` bytes as people read VRAM: in GiB with one decimal."""
+    return f"{amount / GIB:.1f} GiB"
+
+
+def spell(seconds: float) -> str:
+    """A duration in Go's notation, as the configuration has it: 0.9s, 15m, 1h30m."""
+    if seconds < 60:
+        return f"{seconds:.1f}".rstrip("0").rstrip(".") + "s"
+    whole = round(seconds)
+    parts = ((whole // 3600, "h"), (whole % 3600 // 60, "m"), (whole % 60, "s"))
+    return "".join(f"{n}{unit}" for n, unit in parts if n)
+
+
+# ---- configuration -------------------------------------------------------------------------------
+
+Address = tuple[str, int]
+
+NEVER = math.inf
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the text has one line per fault."""
+
+
+@dataclass(frozen=True)
+class ChildConfig:
+    """One process to keep on the card. Durations in seconds, sizes in bytes."""
+
+    name: str
+    bin: str
+    args: tuple[str, ...]
+    env: Mapping[str, str]
+    addr: Address | None
+    health: str
+    routes: tuple[str, ...]
+    min_free_vram_bytes: int
+    idle_timeout: float
+    idle_rest: float
+    stop_grace: float
+    load_timeout: float
+
+    @property
+    def command(self) -> tuple[Any, ...]:
+        """What cannot be changed while the process runs."""
+        return (self.bin, self.args, sorted(self.env.items()), self.addr)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The file, checked. Durations in seconds, sizes in bytes."""
+
+    listen: Address
+    kfd_root: str
+    drm_device: str
+    poll: float
+    evict_after_polls: int
+    start_after_polls: int
+    wait_for_model: float
+    passive_paths: frozenset[str]
+    ignore: tuple[str, ...]
+    unseen_vram_bytes: int
+    evict_unseen: bool
+    card_lock: str
+    max_connections: int
+    history: float
+    children: tuple[ChildConfig, ...]
+
+
+# Go's time.ParseDuration: decimal numbers, each with a unit, without spaces.
+DURATION = re.compile(r"(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|ms|s|m|h))+", re.ASCII)
+DURATION_PART = re.compile(r"([\d.]+)(ns|us|µs|ms|s|m|h)", re.ASCII)
+UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+Parser = Callable[[Any], Any]
+
+
+def duration(least: float = 0.0, never: bool = False) -> Parser:
+    """A parser for Go durations of at least `least` seconds, or "never" where that is allowed."""
+
+    def parse(value: Any) -> float:
+        example = 'a duration such as "15m", "1h30m" or "300ms"' + (' or "never"' if never else "")
+        if never and value == "never":
+            return NEVER
+        if not isinstance(value, str) or not (value == "0" or DURATION.fullmatch(value)):
+            raise ValueError(f"{json.dumps(value)} is not {example}")
+        seconds = sum(float(n) * UNITS[unit] for n, unit in DURATION_PART.findall(value))
+        if seconds < least:
+            raise ValueError(f"{json.dumps(value)} is too short, the least is {spell(least)}")
+        return seconds
+
+    return parse
+
+
+def whole(least: int) -> Parser:
+    """A parser for whole numbers of at least `least`."""
+
+    def parse(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{json.dumps(value)} is not a whole number")
+        if value < least:
+            raise ValueError(f"{value} is too small, the least is {least}")
+        return value
+
+    return parse
+
+
+def text(value: Any) -> str:
+    """A string that may be given to the kernel as a path or an argument."""
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError(f"{json.dumps(value)} is not a string")
+    return value
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    """A list of strings; null is an empty one, as in Go."""
+    if not isinstance(value, (list, type(None))):
+        raise ValueError(f"{json.dumps(value)} is not a list of strings")
+    return tuple(text(item) for item in value or ())
+
+
+def flag(value: Any) -> bool:
+    """true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{json.dumps(value)} is neither true nor false")
+    return value
+
+
+def environment(value: Any) -> dict[str, str]:
+    """An object of strings."""
+    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
+        raise ValueError(f"{json.dumps(value)} is not an object of strings")
+    for key, item in value.items():
+        if not key or "=" in key or "\0" in key + item:
+            raise ValueError(f"{json.dumps(key)} cannot be the name of an environment variable")
+    return value
+
+
+def path(value: Any) -> str:
+    """An absolute path, of a file or in a URL."""
+    if not text(value).startswith("/"):
+        raise ValueError(f'{json.dumps(value)} does not begin with "/"')
+    return str(value)
+
+
+def paths(value: Any) -> tuple[str, ...]:
+    """A list of absolute paths."""
+    return tuple(path(item) for item in texts(value))
+
+
+def device(value: Any) -> str:
+    """The sysfs folder of a card, or "auto"."""
+    return "auto" if value == "auto" else path(value)
+
+
+def address(value: Any) -> Address:
+    """HOST:PORT, an IPv6 host in brackets."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]*)):(\d{1,5})", text(value), re.A)
+    if not match or not 1 <= int(match[3]) <= 65535:
+        raise ValueError(f'{json.dumps(value)} is not HOST:PORT, such as "127.0.0.1:8081"')
+    return (match[1] or match[2], int(match[3]))
+
+
+def local(value: Any) -> Address | None:
+    """An address with a host, or null for a child that serves nothing."""
+    if value is None:
+        return None
+    result = address(value)
+    if not result[0]:
+        raise ValueError(f'{json.dumps(value)} lacks a host, such as "127.0.0.1{value}"')
+    return result
+
+
+def program(value: Any) -> str:
+    """A program, by path or to be found in PATH, that we may execute."""
+    found = shutil.which(text(value)) if value else None
+    if not value or not found:
+        raise ValueError(f"{json.dumps(value)} is not a program that can be executed here")
+    return found
+
+
+def label(value: Any) -> str:
+    """A child's name: it stands in URLs and in the log."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text(value), re.ASCII):
+        raise ValueError(f"{json.dumps(value)} is not a name of letters, digits, '.', '_' and '-'")
+    return str(value)
+
+
+def sequence(value: Any) -> list[Any]:
+    """A list of anything; its items are checked one by one."""
+    if not isinstance(value, list):
+        raise ValueError(f"{json.dumps(value)} is not a list")
+    return value
+
+
+REQUIRED = object()
+
+# key: (parser, default as it would stand in the file)
+TOP_KEYS: dict[str, tuple[Parser, Any]] = {
+    "listen": (address, ":8080"),
+    "llama_addr": (local, "127.0.0.1:8081"),
+    "llama_bin": (program, REQUIRED),
+    "llama_args": (texts, []),
+    "kfd_root": (path, "/sys/class/kfd/kfd/proc"),
+    "drm_device": (device, "/sys/class/drm/card1/device"),
+    "poll": (duration(0.01), "1s"),
+    "idle_timeout": (duration(0.001), "15m"),
+    "idle_rest": (duration(never=True), "0s"),
+    "stop_grace": (duration(), "20s"),
+    "load_timeout": (duration(0.001), "10m"),
+    "min_free_vram_bytes": (whole(0), 15 * GIB),
+    "evict_after_polls": (whole(1), 2),
+    "start_after_polls": (whole(1), 5),
+    "wait_for_model": (duration(), "0s"),
+    "passive_paths": (
+        paths,
+        ["/metrics", "/slots", "/props", "/models", "/v1/models", "/v1/health"],
+    ),
+    "ignore": (texts, ["amd-smi", "rocm-smi", "rocminfo", "rdcd", "gpuagent"]),
+    "unseen_vram_bytes": (whole(0), GIB),
+    "evict_unseen": (flag, False),
+    "card_lock": (lambda value: path(value) if value else text(value), ""),
+    "max_connections": (whole(1), 512),
+    "history": (duration(60), "24h"),
+    "children": (sequence, []),
+}
+CHILD_KEYS: dict[str, tuple[Parser, Any]] = {
+    "name": (label, REQUIRED),
+    "bin": (program, REQUIRED),
+    "args": (texts, []),
+    "env": (environment, {}),
+    "addr": (local, None),
+    "health": (path, "/health"),
+    "routes": (paths, []),
+    "min_free_vram_bytes": (whole(0), 0),
+}
+# A child that does not say otherwise takes these from the top of the file.
+INHERITED = ("idle_timeout", "idle_rest", "stop_grace", "load_timeout")
+
+
+class Faults:
+    """Collects everything that is wrong with one file, so that it can be said in one go."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.lines: list[str] = []
+
+    def add(self, key: str, what: str) -> None:
+        self.lines.append(f"{self.source}: {key}: {what}")
+
+    def table(
+        self, given: Mapping[str, Any], keys: Mapping[str, tuple[Parser, Any]], where: str = ""
+    ) -> dict[str, Any]:
+        """The values of `keys` in `given`; a key with a fault is missing from the result."""
+        for key in given:
+            if key not in keys and not key.startswith("_"):
+                import difflib  # only a file with a fault pays for it
+
+                near = difflib.get_close_matches(key.lower(), keys, 1)
+                self.add(where + key, "unknown key" + (f", did you mean {near[0]}?" * bool(near)))
+        values = {}
+        for key, (parse, default) in keys.items():
+            value = given.get(key, default)
+            if value is REQUIRED:
+                self.add(where + key, "is required")
+                continue
+            try:
+                values[key] = parse(value)
+            except ValueError as fault:
+                self.add(where + key, str(fault))
+        return values
+
+
+def load_config(source: str) -> Config:
+    """Reads and checks the file; ConfigError names every fault in it, one per line."""
+    faults = Faults(source)
+
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, count in collections.Counter(key for key, _ in pairs).items():
+            if count > 1 and not key.startswith("_"):
+                faults.add(key, f"stands {count} times, keep one of them")
+        return dict(pairs)
+
+    try:
+        with open(source, encoding="utf-8") as file:
+            given = json.load(file, object_pairs_hook=members)
+    except OSError as error:
+        raise ConfigError(f"{source}: {error.strerror}") from None
+    except ValueError as error:  # JSON's and UTF-8's own say where
+        raise ConfigError(f"{source}: not JSON: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: not JSON that anyone means: nested too deeply") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{source}: not a JSON object")
+
+    top = faults.table(given, TOP_KEYS)
+    first: dict[str, Any] = {
+        "name": "llama",
+        "env": {},
+        "health": "/health",
+        "routes": (),
+        "min_free_vram_bytes": top.get("min_free_vram_bytes"),
+        **{key: top.get(key) for key in INHERITED},
+        **{key: top.get("llama_" + key) for key in ("bin", "args", "addr")},
+    }
+    if "llama_addr" in top and top["llama_addr"] is None:
+        faults.add("llama_addr", "null is not HOST:PORT, llama is what the proxy is for")
+    children = [first]
+    for index, item in enumerate(top.get("children", ())):
+        where = f"children[{index}]."
+        if not isinstance(item, dict):
+            faults.add(where[:-1], f"{json.dumps(item)} is not an object")
+            continue
+        own = {key: (TOP_KEYS[key][0], item.get(key)) for key in INHERITED if key in item}
+        children.append(
+            {**{key: top.get(key) for key in INHERITED},
+             **faults.table(item, {**CHILD_KEYS, **own}, where)}
+        )
+    check_children(faults, children, top.get("listen"))
+    if faults.lines:
+        raise ConfigError("\n".join(faults.lines))
+    return Config(
+        children=tuple(ChildConfig(**child) for child in children),
+        passive_paths=frozenset(top["passive_paths"]),
+        **{
+            key: top[key]
+            for key in Config.__dataclass_fields__
+            if key not in ("children", "passive_paths")
+        },
+    )
+
+
+def check_children(
+    faults: Faults, children: list[dict[str, Any]], listen: Address | None
+) -> None:
+    """What no child can be asked alone: names, addresses and routes are each used once."""
+    seen: dict[tuple[str, Any], str] = {}
+    for index, child in enumerate(children):
+        where = f"children[{index - 1}]." if index else "llama_"
+        name, addr = child.get("name"), child.get("addr")
+        uses = [("name", name), ("addr", addr)] + [("routes", r) for r in child.get("routes", ())]
+        for key, value in uses:
+            if value is None:
+                continue
+            shown = f"{value[0]}:{value[1]}" if key == "addr" else str(value)
+            if (key, value) in seen:
+                faults.add(where + key, f"{shown} is taken by {seen[key, value]}")
+            seen.setdefault((key, value), str(name))
+        if index and child.get("routes") and "addr" in child and addr is None:
+            faults.add(where + "routes", "need an addr to be proxied to")
+        if addr and listen and addr[1] == listen[1] and listen[0] in ("", "0.0.0.0", "::", addr[0]):
+            faults.add(where + "addr", f"{addr[0]}:{addr[1]} is what listen has, use another port")
+
+
+# ---- the card ------------------------------------------------------------------------------------
+
+
+DRM = "/sys/class/drm"
+
+
+class Unknown(Exception):
+    """Something could not be read: not zero, not nobody, but not known. The text says what."""
+
+
+class Contender(NamedTuple):
+    """A process that wants the card and is not ours."""
+
+    pid: int
+    comm: str
+    vram: int | None = None
+
+    def __str__(self) -> str:
+        held = f", {gib(self.vram)}" if self.vram else ""
+        return f"{printable(self.comm)} (pid {self.pid}{held})" if self.pid else self.comm
+
+
+def printable(comm: str) -> str:
+    """A name from outside, fit for a log line and a terminal: comm may hold any byte."""
+    shown = comm.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown) or "?"
+
+
+def named(contenders: Iterable[Contender]) -> str:
+    """The contenders in words, for the log and for clients."""
+    return ", ".join(map(str, contenders))
+
+
+def slurp(source: str) -> str:
+    """The text of a small file of sysfs or /proc; OSError as the kernel gives it.
+
+    O_NONBLOCK, since nothing that we look at may make a poll wait (a FIFO in a test tree would).
+    """
+    fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return os.read(fd, 65536).decode("utf-8", "surrogateescape")
+    finally:
+        os.close(fd)
+
+
+def number(source: str) -> int:
+    """A decimal number in a file of sysfs. Unknown if it cannot be read or is none."""
+    try:
+        found = slurp(source).strip()
+    except OSError as error:
+        raise Unknown(f"{source}: {error.strerror}") from None
+    if not found.isascii() or not found.isdigit() or len(found) > 19:
+        raise Unknown(f"{source} reads {found[:40]!r}, not a number")
+    return int(found)
+
+
+class Stat(NamedTuple):
+    """What /proc/PID/stat says of a process (proc(5): fields 1 to 6)."""
+
+    pid: int
+    comm: str
+    state: str
+    group: int
+    session: int
+
+
+def stat(pid: int) -> Stat | None:
+    """The process `pid`, or None if there is no such process that we may see."""
+    try:
+        content = slurp(f"/proc/{pid}/stat")
+    except OSError:
+        return None  # gone, or hidden by hidepid; getsid(2) tells which where it matters
+    # comm is in parentheses and may itself hold parentheses and spaces: the last one counts.
+    head, _, rest = content.rpartition(")")
+    fields = rest.split()
+    return Stat(pid, head.partition("(")[2], fields[0], int(fields[2]), int(fields[3]))
+
+
+def session_members(session: int) -> list[Stat]:
+    """The live processes of a session. A zombie holds no memory and no card, so it is none."""
+    found = (stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    return [p for p in found if p and p.session == session and p.state not in "ZX"]
+
+
+KFD_NAME = re.compile(r"(?:pid:)?([0-9]+)(?:-id:[0-9]+)?")
+PCI_ADDRESS = re.compile(r"([0-9a-f]{4}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
+
+
+class Card:
+    """The card as sysfs shows it. Nothing is executed and nothing is opened below /dev.
+
+    Only mem_info_vram_* (plain counters of TTM, they neither wake nor block the card) and the
+    listing of the KFD's folder are read in every poll. sdma_* and stats_* are never opened:
+    reading them while a process exits has crashed kernels.
+    """
+
+    STALE_AFTER = 15.0  # seconds that a dead process may stay listed without a word
+
+    def __init__(self, kfd_root: str, drm_device: str, ignore: Iterable[str]) -> None:
+        self.kfd_root = kfd_root
+        self.drm_device = drm_device
+        self.ignore = tuple(ignore)
+        self.has_kfd = True
+        self.stale: dict[int, float] = {}
+        self.told_stale: set[int] = set()
+        self.unit = own_unit()
+        self.gpus: dict[str, str] | None = None
+        self.generation = ""
+
+    def device(self) -> str:
+        """The card's folder in sysfs. Unknown while there is no (single) such card."""
+        if self.drm_device == "auto":
+            try:
+                self.drm_device = pick_card(DRM)
+            except ConfigError as error:
+                raise Unknown(str(error)) from None
+        return self.drm_device
+
+    def vram(self) -> tuple[int, int]:
+        """Total and used VRAM in bytes. Unknown unless 0 <= used <= total and total > 0."""
+        folder = self.device()
+        total = number(folder + "/mem_info_vram_total")
+        used = number(folder + "/mem_info_vram_used")
+        if not 0 <= used <= total or not total:
+            raise Unknown(f"{folder}: {used} bytes of VRAM used of {total} cannot be")
+        return total, used
+
+    def contenders(self, ours: Iterable[int]) -> list[Contender]:
+        """The processes on the KFD but for those in the sessions `ours`.
+
+        A tree that does not exist is a machine without amdkfd, and so without ROCm jobs: nobody.
+        Any other error is Unknown.
+        """
+        try:
+            names = os.listdir(self.kfd_root)
+        except FileNotFoundError:
+            self.has_kfd = False
+            return []
+        except OSError as error:
+            raise Unknown(f"{self.kfd_root}: {error.strerror}") from None
+        self.has_kfd = True
+        own = set(ours)
+        found: dict[int, Contender] = {}
+        dead = set()
+        for name in names:
+            match = KFD_NAME.fullmatch(name)
+            if not match or int(match[1]) in found:
+                continue
+            pid = int(match[1])
+            try:
+                if os.getsid(pid) in own:
+                    continue
+            except (ProcessLookupError, OverflowError):
+                dead.add(pid)  # a stale entry: there have been kernels that never remove some
+                continue
+            except PermissionError:
+                pass  # a security module forbids the question: somebody is there
+            if self.unit and cgroup(pid) == self.unit:
+                continue
+            process = stat(pid)
+            if process and process.state in "ZX":
+                continue  # its memory map is gone; what VRAM it held is on the way back
+            comm = process.comm if process else "?"
+            if any(fnmatch.fnmatchcase(comm, pattern) for pattern in self.ignore):
+                continue
+            if self.elsewhere(name):
+                continue
+            found[pid] = Contender(pid, comm)
+        self.note_stale(dead)
+        return list(found.values())
+
+    def note_stale(self, dead: set[int]) -> None:
+        """Warns once about an entry that outlives its process, not about one on its way out."""
+        if not dead and not self.stale:
+            return
+        now = time.monotonic()
+        self.stale = {pid: self.stale.get(pid, now) for pid in dead}
+        self.told_stale &= dead
+        late = {pid for pid, since in self.stale.items() if now - since > self.STALE_AFTER}
+        for pid in sorted(late - self.told_stale):
+            log.warning("%s/%d has been left behind by a dead process, ignored", self.kfd_root, pid)
+        self.told_stale |= late
+
+    def elsewhere(self, name: str) -> bool:
+        """Whether a KFD process is at work, and only on other GPUs than ours.
+
+        Whatever cannot be read counts for our card: a needless yield costs seconds, a missed one
+        costs somebody's training run.
+        """
+        ours = self.other_gpus()
+        if ours is None:
+            return False
+        used = set(self.usage(name))
+        return bool(used) and ours not in used
+
+    def usage(self, name: str) -> Iterator[str]:
+        """The gpu_id of every GPU that a KFD entry has queues or VRAM on."""
+        for folder in self.contexts(name):
+            for item in listing(folder):
+                if item.startswith("vram_"):
+                    try:
+                        if number(f"{folder}/{item}"):
+                            yield item[5:]
+                    except Unknown:
+                        yield item[5:]
+            for queue_id in listing(folder + "/queues"):
+                try:
+                    yield slurp(f"{folder}/queues/{queue_id}/gpuid").strip()
+                except OSError:
+                    continue  # a queue that has just been destroyed
+
+    def contexts(self, name: str) -> list[str]:
+        """A KFD entry's folder and those of its secondary contexts (kernel 6.19)."""
+        top = f"{self.kfd_root}/{name}"
+        return [top] + [f"{top}/{item}" for item in listing(top) if item.startswith("context_")]
+
+    def other_gpus(self) -> str | None:
+        """Our card's gpu_id on a machine with several GPUs; None with one, or if unknown.
+
+        The id is a hash that the KFD gives out; the topology ties it to a PCI address by
+        `domain` and `location_id` (bus << 8 | device << 3 | function).
+        """
+        topology = os.path.dirname(self.kfd_root) + "/topology"
+        try:
+            generation = slurp(topology + "/generation_id")
+        except OSError:
+            return None
+        if self.gpus is None or generation != self.generation:
+            self.generation = generation
+            try:
+                self.gpus = gpu_ids(topology)
+            except OSError as error:
+                log.warning(
+                    "%s cannot be read (%s), so every process on the KFD counts as one on our card",
+                    topology,
+                    error.strerror,
+                )
+                self.gpus = {}
+        if len(self.gpus) < 2:
+            return None
+        try:
+            return self.gpus.get(pci_address(self.device()))
+        except Unknown:
+            return None
+
+    def held(self, pid: int) -> int:
+        """The VRAM of a process as the KFD accounts it, in bytes; what cannot be read counts 0.
+
+        For naming only: these files belong to the process, so they are not read in every poll.
+        """
+        total = 0
+        for name in listing(self.kfd_root):
+            match = KFD_NAME.fullmatch(name)
+            if match and int(match[1]) == pid:
+                for folder in self.contexts(name):
+                    for item in listing(folder):
+                        if item.startswith("vram_"):
+                            try:
+                                total += number(f"{folder}/{item}")
+                            except Unknown:
+                                continue  # the process is on its way out
+        return total
+
+
+def listing(folder: str) -> list[str]:
+    """The names in a folder of sysfs; none if it has vanished meanwhile."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def gpu_ids(topology: str) -> dict[str, str]:
+    """PCI address -> gpu_id of every GPU node of a KFD topology; OSError if one is forbidden."""
+    found = {}
+    for node in os.listdir(topology + "/nodes"):
+        folder = f"{topology}/nodes/{node}"
+        gpu = slurp(folder + "/gpu_id").strip()
+        if gpu in ("", "0"):
+            continue  # a CPU
+        pairs = (line.split() for line in slurp(folder + "/properties").splitlines())
+        values = {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+        place = int(values.get("location_id", "0"))
+        found[
+            f"{int(values.get('domain', '0')):04x}:{place >> 8:02x}:"
+            f"{place >> 3 & 31:02x}.{place & 7}"
+        ] = gpu
+    return found
+
+
+def pci_address(folder: str) -> str:
+    """The PCI address of a card's folder in sysfs. Unknown if it does not show one."""
+    address = os.path.basename(os.path.realpath(folder))
+    if PCI_ADDRESS.fullmatch(address):
+        return address
+    try:
+        match = re.search(r"^PCI_SLOT_NAME=(\S+)$", slurp(folder + "/uevent"), re.M)
+    except OSError as error:
+        raise Unknown(f"{folder}/uevent: {error.strerror}") from None
+    if not match:
+        raise Unknown(f"{folder} shows no PCI address")
+    return match[1]
+
+
+def pick_card(drm: str) -> str:
+    """The folder of the AMD card with the most VRAM below `drm` (/sys/class/drm).
+
+    cardN changes from boot to boot and an integrated GPU may come first, so neither the name nor
+    the order counts. Unknown if there is none, ConfigError if two have equally much.
+    """
+    cards: dict[str, int] = {}
+    for name in listing(drm):
+        if re.fullmatch(r"card\d+", name, re.ASCII):
+            folder = os.path.realpath(f"{drm}/{name}/device")
+            try:
+                if slurp(folder + "/vendor").strip() == "0x1002":
+                    cards[folder] = number(folder + "/mem_info_vram_total")
+            except (OSError, Unknown):
+                continue  # not an amdgpu card
+    if not cards:
+        raise Unknown(f"{drm} has no amdgpu card")
+    most = max(cards.values())
+    best = sorted(folder for folder, total in cards.items() if total == most)
+    if len(best) > 1:
+        raise ConfigError(
+            f'drm_device: "auto" cannot choose between {" and ".join(best)} with {gib(most)} each,'
+            " name one of them"
+        )
+    return best[0]
+
+
+def cgroup(pid: int) -> str:
+    """The v2 cgroup of a process, "" if it cannot be read or is the root."""
+    try:
+        content = slurp(f"/proc/{pid}/cgroup")
+    except OSError:
+        return ""
+    match = re.search(r"^0::(/.+)$", content, re.M)
+    return match[1] if match else ""
+
+
+def own_unit() -> str:
+    """Our unit's cgroup where systemd started us as a service of ours alone, else ""."""
+    return cgroup(os.getpid()) if os.environ.get("SYSTEMD_EXEC_PID") == str(os.getpid()) else ""
+
+
+class Returning:
+    """VRAM on its way back after a stop: gone is not yet free, that takes 0.5 to 1.5 s more.
+
+    Over when used VRAM is down to what it was before the load plus a residue that ROCm leaves,
+    when it has stopped falling, when somebody else fills it up again, or after 15 s.
+    """
+
+    RESIDUE = 512 * MIB
+    STILL = 1.0  # seconds without a fall, once it had begun to fall
+    LIMIT = 15.0  # seconds
+
+    def __init__(self, began: float, now: float, before: int, used: int) -> None:
+        self.began = began  # when the stop was decided
+        self.since = self.fell = now
+        self.before = before  # bytes used before the load
+        self.high = self.low = used  # bytes used with the child, and the least since
+
+    def over(self, now: float, used: int | None, contended: bool) -> bool:
+        """Whether the wait is over, by a new reading of used VRAM (None: unknown)."""
+        if used is not None:
+            if used <= self.before + self.RESIDUE or (contended and used > self.low):
+                self.low = min(self.low, used)
+                return True
+            if used < self.low:
+                self.low, self.fell = used, now
+        still = self.low < self.high and now - self.fell >= self.STILL
+        return still or self.late(now)
+
+    def late(self, now: float) -> bool:
+        """Whether it takes longer than it ever should."""
+        return now - self.since >= self.LIMIT
+
+
+# ---- the card lock
+
+
+class CardLock:
+    """The card as a lock: flock(1) on this file waits until the card is really free.
+
+    We hold it exclusively while children run. Whether anybody else wants it is read from
+    /proc/locks and never tried, since trying would make the owner's `flock -n` fail at random.
+    A lock ends with its holder, so none is ever stale.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.fd = -1
+        self.held = False
+
+    def claims(self) -> list[Contender]:
+        """Who else holds this lock or waits for it. Unknown if the file cannot be had."""
+        try:
+            identity = self.open()
+            with open("/proc/locks", encoding="ascii", errors="replace") as table:
+                lines = [line.split() for line in table if identity in line]
+        except OSError as error:
+            raise Unknown(f"card_lock {self.file}: {error.strerror}") from None
+        pids = []
+        for words in lines:
+            if words[1] == "->":  # a waiter, blocked on the lock in the line above
+                del words[1]
+            if words[1] == "FLOCK" and words[5] == identity and int(words[4]) != os.getpid():
+                pids.append(int(words[4]))
+        found = ((pid, stat(pid)) for pid in dict.fromkeys(pids))
+        return [Contender(pid, process.comm if process else "?") for pid, process in found]
+
+    def open(self) -> str:
+        """Opens the file, again if it was replaced, and gives its name in /proc/locks.
+
+        A job locks the file that lies there now; one that we still hold after it was deleted
+        would keep nobody away.
+        """
+        try:
+            there: os.stat_result | None = os.stat(self.file)
+        except FileNotFoundError:
+            there = None
+        if self.fd < 0 or not there or not os.path.samestat(there, os.fstat(self.fd)):
+            fd = os.open(self.file, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if not there:
+                os.fchmod(fd, 0o644)  # whatever the umask: every user's jobs are to lock it
+            held, self.held = self.held, False
+            self.close()
+            self.fd = fd
+            if held:
+                self.take()
+            there = os.fstat(fd)
+        major, minor = os.major(there.st_dev), os.minor(there.st_dev)
+        return f"{major:02x}:{minor:02x}:{there.st_ino}"
+
+    def take(self) -> bool:
+        """Locks the card for us if it is free; False if somebody was faster."""
+        if not self.held:
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            self.held = True
+        return True
+
+    def release(self) -> None:
+        """Hands the card to whoever has waited longest."""
+        if self.held:
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
+            self.held = False
+
+    def close(self) -> None:
+        """Lets go of the file, and with it of the lock."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd, self.held = -1, False
+
+
+# ---- jobs that the KFD never sees
+
+
+class Holder(NamedTuple):
+    """A process with VRAM on a card, by its DRM file descriptors."""
+
+    vram: int
+    pid: int
+    comm: str
+
+
+def drm_clients(fdinfo: str, pci: str) -> Iterator[tuple[str, int]]:
+    """(client id, bytes of VRAM) of one fdinfo text, if it is of an amdgpu client on card `pci`.
+
+    Documentation/gpu/drm-usage-stats.rst; resident-vram since Linux 6.13, before that its older
+    name memory-vram. A number without a unit is bytes, which is how zero is printed.
+    """
+    values = {}
+    for line in fdinfo.splitlines():
+        key, _, value = line.partition(":")
+        values[key.strip()] = value.split()
+    if values.get("drm-pdev") != [pci] or "drm-client-id" not in values:
+        return
+    amount = values.get("drm-resident-vram") or values.get("drm-memory-vram") or ["0"]
+    if amount[0].isdigit():
+        unit = {"KiB": 1024, "MiB": MIB, "GiB": GIB}.get(amount[1], 1) if amount[1:] else 1
+        yield " ".join(values["drm-client-id"]), int(amount[0]) * unit
+
+
+def holders(pci: str, proc: str = "/proc", limit: float = 2.0) -> tuple[list[Holder], int]:
+    """Who holds VRAM on card `pci`, most first, and how many processes could not be looked at.
+
+    A client is counted once however many descriptors, also of other processes, lead to it. Takes
+    about `limit` seconds at most. May be called from a thread that can wait: on old kernels one
+    read may hang behind a hung client.
+    """
+    deadline = time.monotonic() + limit
+    seen: set[str] = set()
+    found: list[Holder] = []
+    closed = 0
+    for name in sorted(filter(str.isdigit, os.listdir(proc)), key=int):
+        if time.monotonic() > deadline:
+            closed += 1
+            continue
+        try:
+            infos = os.listdir(f"{proc}/{name}/fdinfo")
+        except PermissionError:
+            closed += 1
+            continue
+        except OSError:
+            continue  # it has ended
+        total = 0
+        for fd in infos:
+            try:
+                clients = list(drm_clients(slurp(f"{proc}/{name}/fdinfo/{fd}"), pci))
+            except OSError:
+                continue  # closed meanwhile
+            for client, vram in clients:
+                total += vram if client not in seen else 0
+                seen.add(client)
+        if total:
+            try:
+                comm = slurp(f"{proc}/{name}/comm").rstrip("\n")
+            except OSError:
+                comm = "?"
+            found.append(Holder(total, int(name), comm))
+    return sorted(found, reverse=True), closed
+
+
+def describe_holders(pci: str, proc: str = "/proc") -> str:
+    """Who holds VRAM on the card, in words."""
+    found, closed = holders(pci, proc)
+    named_ones = ", ".join(
+        f"{printable(h.comm)} (pid {h.pid}, {gib(h.vram)})" for h in found[:8]
+    )
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    hidden = f"; {closed} processes could not be looked at" if closed else ""
+    return f"{named_ones or 'nobody that can be seen'}{more}{hidden}"
+
+
+# ---- children ------------------------------------------------------------------------------------
+
+STOPPED, LOADING, READY, STOPPING, WEDGED = "stopped", "loading", "ready", "stopping", "wedged"
+
+# What a child must never inherit: systemd's protocol with us, and the sign by which llama-server
+# would take itself for a child of its own router and wait on its standard input.
+PRIVATE_ENVIRONMENT = re.compile(
+    r"LLAMA_SERVER_ROUTER_PORT|NOTIFY_SOCKET|WATCHDOG_\w+|LISTEN_\w+", re.ASCII
+)
+
+
+def die_with_us() -> list[str]:
+    """The command that puts a child under a parent-death signal, and without our capabilities.
+
+    setpriv(1) of util-linux, tried once. Where it is missing, a supervisor that is killed with
+    SIGKILL outside of systemd leaves its children behind, which is said.
+    """
+    command = ["setpriv", "--pdeathsig", "TERM", "--ambient-caps", "-all", "--inh-caps", "-all"]
+    try:
+        subprocess.run(
+            [*command, "true"], check=True, stdin=subprocess.DEVNULL, capture_output=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        log.warning("setpriv --pdeathsig cannot be used (%s): children may outlive us", error)
+        return []
+    return command
+
+
+class Run:
+    """One life of a child, from its start until its whole session is gone.
+
+    It has a session of its own, so that whatever it starts is known to be ours and is stopped
+    with it. The leader is reaped last: as long as it is a zombie, its number and with it that of
+    the group cannot belong to anybody else.
+    """
+
+    PROBE_TIMEOUT = 2.0  # seconds
+    MISSES = 3  # failed probes in a row that make a ready child not ready
+
+    def __init__(self, config: ChildConfig, prefix: list[str], now: float, used: int) -> None:
+        environment = {
+            key: value
+            for key, value in os.environ.items()
+            if not PRIVATE_ENVIRONMENT.fullmatch(key)
+        }
+        self.process = subprocess.Popen(
+            [*prefix, config.bin, *config.args],
+            stdin=subprocess.DEVNULL,
+            env={**environment, **config.env},
+            start_new_session=True,
+        )
+        self.config = config
+        self.pid = self.process.pid
+        self.started = now
+        self.stop_began = now
+        self.used_before = used  # bytes of VRAM
+        self.since_ready: float | None = None
+        self.last_request = now
+        self.ready = False  # may be sent requests; written by the poll loop alone
+        self.healthy = not config.addr  # its last probes say so; written by the prober alone
+        self.exchanges: set[Exchange] = set()  # in flight; handlers enter and leave by themselves
+        self.pool = Pool()
+        self.over = threading.Event()
+        self.pidfd = -1
+        soft, hard = DESCRIPTORS
+        try:
+            self.pidfd = os.pidfd_open(self.pid)
+            # We have raised our own limit; programs that use select(2) do not expect that.
+            resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        except OSError as error:
+            log.warning("%s (pid %d): %s", config.name, self.pid, error)
+
+    def exited(self) -> str | None:
+        """How the leader ended, in words, or None while it lives. Does not reap it."""
+        result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if result is None:
+            return None
+        if result.si_code == os.CLD_EXITED:
+            return f"exited with status {result.si_status}"
+        return f"exited, killed by {signal.Signals(result.si_status).name}"
+
+    def gone(self) -> bool:
+        """Whether nothing of the session is left; reaps the leader then."""
+        if self.exited() is None or session_members(self.pid):
+            return False
+        self.process.wait()
+        self.over.set()
+        return True
+
+    def kill(self, signum: int) -> None:
+        """Signals the group, and whoever has left it without leaving the session."""
+        os.killpg(self.pid, signum)  # not gone(): the leader still pins the number
+        for member in session_members(self.pid):
+            if member.group != self.pid:
+                try:
+                    os.kill(member.pid, signum)
+                except ProcessLookupError:
+                    continue  # it was faster
+
+    def cut(self, why: str) -> None:
+        """Ends every exchange with this process and every idle connection to it."""
+        self.ready = False
+        self.pool.close()
+        for exchange in list(self.exchanges):
+            exchange.cut(why)
+
+    def probe(self) -> bool:
+        """One GET of the health path; True for 200."""
+        assert self.config.addr
+        host, port = self.config.addr
+        connection = http.client.HTTPConnection(host, port, timeout=self.PROBE_TIMEOUT)
+        try:
+            connection.request("GET", self.config.health, headers={"Connection": "close"})
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def watch_health(self, tell: Callable[[], None]) -> None:
+        """Probes until the run is over: every 100 ms while loading, then once a second."""
+        misses = 0
+        while not self.over.wait(1.0 if self.healthy else 0.1):
+            misses = 0 if self.probe() else misses + 1
+            healthy = misses == 0 or (self.healthy and misses < self.MISSES)
+            if healthy != self.healthy:
+                self.healthy = healthy
+                tell()
+
+
+class Pool:
+    """Idle connections to one run of a child, the one used last on top.
+
+    llama-server closes an idle connection after 5 s, and a request that crosses that close may
+    or may not have run; so none is used that has been idle for more than MAX_IDLE.
+    """
+
+    MAX_IDLE = 2.0  # seconds
+
+    def __init__(self) -> None:
+        self.idle: collections.deque[tuple[float, Upstream]] = collections.deque()
+        self.closed = False
+
+    def take(self, now: float) -> Upstream | None:
+        """A connection that is still open and has nothing to say, or None."""
+        while True:
+            try:
+                since, upstream = self.idle.pop()
+            except IndexError:
+                return None
+            if now - since <= self.MAX_IDLE and upstream.quiet():
+                return upstream
+            upstream.close()
+
+    def give(self, upstream: Upstream, now: float) -> None:
+        """Takes back a connection on which one exchange has ended cleanly."""
+        self.idle.append((now, upstream))
+        if self.closed:
+            self.close()
+
+    def sweep(self, now: float) -> None:
+        """Closes what has been idle for too long, the oldest first."""
+        while True:
+            try:
+                since, upstream = self.idle.popleft()
+            except IndexError:
+                return
+            if now - since <= self.MAX_IDLE:
+                self.idle.appendleft((since, upstream))
+                return
+            upstream.close()
+
+    def close(self) -> None:
+        """Closes all of them, and whatever is still given back."""
+        self.closed = True
+        while True:
+            try:
+                self.idle.pop()[1].close()
+            except IndexError:
+                return
+
+
+class Child:
+    """A child through all its lives. Changed by the poll loop only; others read `run`, `reason`."""
+
+    BACK_OFF = 5.0, 300.0  # seconds after the first failure and at most; doubles in between
+    HEALTHY_AFTER = 60.0  # seconds of being ready after which failures are forgotten
+    CUT_TIME = 0.1  # seconds for the handlers to close their upstream connections
+    KILL_TIME = 5.0  # seconds that a process may live on after SIGKILL
+
+    def __init__(self, config: ChildConfig) -> None:
+        self.config = config
+        self.state = STOPPED
+        self.run: Run | None = None
+        self.since = time.monotonic()
+        self.deadline = NEVER  # of the state, or of the phase of stopping
+        self.phase = 0  # while stopping: index in PHASES
+        self.failures = 0
+        self.next_try = 0.0
+        self.rest_from = NEVER  # when an idle rest began; NEVER: there is none
+        self.wanted = False  # a request has come meanwhile; set by handlers
+        self.waiters: set[threading.Event] = set()
+        self.reason = "not started yet"
+        self.retry = 10  # seconds, for Retry-After
+        self.retired = False  # no longer configured
+        self.starts = self.crashes = 0
+        self.load_seconds: float | None = None  # of the last load that became ready
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    def enter(self, state: str, now: float, deadline: float = NEVER) -> None:
+        """Changes the state and wakes whoever waits for a change."""
+        self.state, self.since, self.deadline = state, now, deadline
+        for waiter in list(self.waiters):
+            waiter.set()
+
+    def start(self, now: float, used: int, prefix: list[str]) -> Run | None:
+        """Starts the process; a failure to do so counts like a crash."""
+        self.rest_from = NEVER
+        self.wanted = False
+        self.starts += 1
+        try:
+            self.run = Run(self.config, prefix, now, used)
+        except OSError as error:
+            self.fail(now, f"{self.config.bin} cannot be started: {error.strerror}")
+            return None
+        log.info("started %s (pid %d)", self.name, self.run.pid)
+        self.enter(LOADING, now, now + self.config.load_timeout)
+        return self.run
+
+    def fail(self, now: float, what: str) -> None:
+        """Counts a failure and says when the next try is.
+
+        Trying again at once, for ever, is not only noise: it has hung AMD cards.
+        """
+        self.crashes += 1
+        self.failures += 1
+        first, most = self.BACK_OFF
+        pause = min(first * 2 ** min(self.failures - 1, 30), most)
+        self.next_try = now + pause
+        log.error("%s: %s; next try in %s", self.name, what, spell(pause))
+
+    def stop(self, now: float, why: str) -> None:
+        """Begins to stop: no new requests, those in flight cut, then the process."""
+        if self.run and self.state in (LOADING, READY):
+            self.run.cut(why)
+            self.run.stop_began = now
+            self.phase = 0
+            self.enter(STOPPING, now, now + self.CUT_TIME)
+
+    def advance(self, now: float) -> None:
+        """Whatever has happened to the process since the last pass."""
+        run = self.run
+        if not run:
+            return
+        if self.state in (LOADING, READY):
+            ended = run.exited()
+            if ended:
+                self.fail(now, f"pid {run.pid} {ended} {self.doing(now)}")
+                self.stop(now, f"{self.name} has crashed")
+            elif self.state == LOADING and run.healthy:
+                self.become_ready(now, run)
+            elif self.state == LOADING and now >= self.deadline:
+                limit = spell(self.config.load_timeout)
+                self.fail(now, f"pid {run.pid} is not ready after load_timeout ({limit})")
+                self.stop(now, f"{self.name} is restarted")
+            elif self.state == READY and not run.healthy:
+                run.ready = False
+                log.warning("%s (pid %d) does not answer any more", self.name, run.pid)
+                self.enter(LOADING, now, now + self.config.load_timeout)
+            elif self.state == READY and self.failures and now - self.since >= self.HEALTHY_AFTER:
+                self.failures = 0
+        if self.state in (STOPPING, WEDGED):
+            self.pursue(now, run)
+
+    def doing(self, now: float) -> str:
+        return f"while {self.state}" + f", after {spell(now - self.since)}" * (now > self.since)
+
+    def become_ready(self, now: float, run: Run) -> None:
+        if run.since_ready is None:
+            self.load_seconds = now - run.started
+            log.info("%s is ready after %s (pid %d)", self.name, spell(self.load_seconds), run.pid)
+        else:
+            log.info("%s (pid %d) answers again", self.name, run.pid)
+        run.since_ready = run.last_request = now
+        run.ready = True
+        self.enter(READY, now)
+
+    def pursue(self, now: float, run: Run) -> None:
+        """The next step of a stop, when it is due: connections, SIGTERM, SIGKILL, wedged."""
+        if run.exited() and run.gone():
+            log.info("%s (pid %d) is gone after %s", self.name, run.pid, spell(now - self.since))
+            self.run = None
+            self.enter(STOPPED, now)
+        elif self.phase == 0 and (not run.exchanges or now >= self.deadline):
+            self.phase, self.deadline = 1, now + self.config.stop_grace
+            run.kill(signal.SIGTERM)
+        elif self.phase == 1 and now >= self.deadline:
+            self.phase, self.deadline = 2, now + self.KILL_TIME
+            log.warning("%s (pid %d) ignored SIGTERM for %s, killing it", self.name, run.pid,
+                        spell(self.config.stop_grace))
+            run.kill(signal.SIGKILL)
+        elif self.phase == 2 and now >= self.deadline:
+            self.phase, self.deadline, self.state = 3, NEVER, WEDGED
+            log.error("%s (pid %d) is wedged: SIGKILL does not end it, so nothing else is started",
+                      self.name, run.pid)
+
+    def held(self, now: float) -> tuple[str, str] | None:
+        """Why it must not be started now whatever the card is like: (kind, words), or None."""
+        if self.retired:
+            return ("failed", "it is no longer configured")
+        if now < self.next_try:
+            left = spell(math.ceil(self.next_try - now))
+            return ("failed", f"it has failed {times(self.failures)}, next try in {left}")
+        if self.rest_from != NEVER and not self.wanted:
+            left_of_rest = self.rest_from + self.config.idle_rest - now
+            if left_of_rest == NEVER:
+                return ("rest", "unloaded when idle, the next request brings it back")
+            if left_of_rest > 0:
+                return ("rest", f"resting after idle for another {spell(math.ceil(left_of_rest))}")
+        return None
+
+
+def times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def taken(addr: Address | None) -> bool:
+    """Whether another program listens there: it would be taken for our child, or make it fail."""
+    if not addr:
+        return False
+    family = socket.AF_INET6 if ":" in addr[0] else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(addr)
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+# ---- the decision --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ChildSeen:
+    """A child as one poll finds it."""
+
+    name: str
+    state: str
+    need: int = 0  # bytes of free VRAM to start
+    in_flight: int = 0
+    idle_for: float = 0.0  # seconds
+    idle_timeout: float = NEVER
+    held: tuple[str, str] | None = None  # why it must not be started now, (kind, words)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that a decision is made from."""
+
+    tick: bool  # a regular poll, which counts for the streaks, or a pass in between
+    children: tuple[ChildSeen, ...]
+    contenders: str = ""  # who is on the KFD, in words
+    claim: str = ""  # who holds the card lock or waits for it, in words
+    blind: str = ""  # what cannot be read
+    settling: str = ""  # what of our own has to end first
+    free: int | None = None  # bytes of VRAM; None: unknown
+
+
+@dataclass(frozen=True)
+class Streaks:
+    """For how many polls in a row the card has been wanted by others, or clear."""
+
+    contended: int = 0
+    clear: int = 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do now, and for each child that is not to run, why (kind, words)."""
+
+    streaks: Streaks
+    yield_to: str = ""
+    unload: tuple[str, ...] = ()
+    start: str = ""
+    why: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Decision:
+    """The whole decision. Yielding comes before unloading, and unloading before starting.
+
+    Kinds of `why`: yielded, blind, wedged, settling, failed, rest, streak, turn, vram. What cannot
+    be read stops nothing that runs and starts nothing.
+    """
+    contended = past.contended + seen.tick if seen.contenders else 0
+    quiet = not (seen.contenders or seen.claim or seen.blind or seen.settling)
+    streaks = Streaks(contended, past.clear + seen.tick if quiet else 0)
+
+    running = [c for c in seen.children if c.state in (LOADING, READY)]
+    if running and (seen.claim or contended >= evict_after):
+        return Decision(streaks, yield_to=seen.claim or seen.contenders)
+    idle = tuple(
+        c.name
+        for c in running
+        if c.state == READY and not c.in_flight and c.idle_for >= c.idle_timeout
+    )
+    if idle:
+        return Decision(streaks, unload=idle)
+
+    wedged = ", ".join(c.name for c in seen.children if c.state == WEDGED)
+    loading = ", ".join(c.name for c in running if c.state == LOADING)
+    start, why = "", {}
+    for child in seen.children:
+        if child.state in (LOADING, READY):
+            continue
+        if seen.claim or seen.contenders:
+            lasting = seen.claim or contended >= evict_after
+            reason = ("yielded" if lasting else "streak",
+                      f"yielded to {seen.claim or seen.contenders}")
+        elif wedged:
+            reason = ("wedged", f"{wedged} is wedged: SIGKILL does not end it")
+        elif seen.blind:
+            reason = ("blind", seen.blind)
+        elif seen.settling:
+            reason = ("settling", seen.settling)
+        elif child.held:
+            reason = child.held
+        elif streaks.clear < start_after:
+            reason = ("streak", f"the card is clear in {streaks.clear} of {start_after} polls")
+        elif loading or start:
+            reason = ("turn", f"waiting for {loading or start} to load")
+        elif seen.free is None or seen.free < child.need:
+            have = "unknown" if seen.free is None else gib(seen.free)
+            reason = ("vram", f"free VRAM is {have}, {gib(child.need)} needed")
+        else:
+            start = child.name
+            reason = ("turn", "starting")
+        why[child.name] = reason
+    return Decision(streaks, start=start, why=why)
+
+
+class Handover(NamedTuple):
+    """One yield, for the record. Durations in seconds from the decision."""
+
+    when: float  # Unix time
+    to: str
+    gone: float | None = None  # until the last process was gone
+    free: float | None = None  # until the VRAM was back
+
+
+class Supervisor:
+    """Owns the card and the children: looks, decides, acts and publishes, one pass at a time."""
+
+    SHUTDOWN_TIME = 5.0  # seconds that running requests get after SIGTERM
+
+    def __init__(self, source: str, config: Config) -> None:
+        self.source = source
+        self.config = config
+        self.card = Card(config.kfd_root, config.drm_device, config.ignore)
+        self.lock = CardLock(config.card_lock)
+        self.children = [Child(child) for child in config.children]
+        self.prefix = die_with_us()
+        self.streaks = Streaks()
+        self.used: int | None = None  # bytes of VRAM; None: unknown
+        self.contenders: list[Contender] = []
+        self.loaded = 0  # bytes of VRAM used when children last ran
+        self.returning: Returning | None = None
+        self.handovers: collections.deque[Handover] = collections.deque(maxlen=20)
+        self.unseen_base: tuple[int, int] | None = None  # used VRAM, and our own part of it
+        self.unseen = ""
+        self.told: dict[str, str] = {}
+        self.sentence = ""
+        self.signals: collections.deque[int] = collections.deque()
+        self.closing: float | None = None  # when the time of the running requests is up
+        self.hurry = False
+        self.ended_well = False
+        self.systemd = Systemd()
+        self.loop = PollLoop(config.poll, self.poll)
+        self.watcher = Watcher(self)
+        self.front: Front | None = None
+        self.routes: tuple[tuple[bytes, Child], ...] = ()
+        self.passive: frozenset[bytes] = frozenset()
+        self.set_routes()
+
+    # What other threads may call
+
+    def wake(self) -> None:
+        """Makes the next poll come at once."""
+        self.loop.wake.set()
+
+    def child_for(self, target: bytes) -> Child:
+        """The child that a request target goes to: the longest route wins, llama has the rest."""
+        for prefix, child in self.routes:
+            if target.startswith(prefix):
+                return child
+        return self.children[0]
+
+    # One pass
+
+    def poll(self, tick: bool, now: float) -> float:
+        """Looks, decides, acts and publishes; gives the time at which the next pass is due.
+
+        `tick`: this is a regular poll, and not a pass in between for an event or a deadline.
+        """
+        self.take_signals(now)
+        for child in self.children:
+            run = child.run
+            child.advance(now)
+            if run and not child.run:
+                self.ended(child, run, now)
+        self.children = [child for child in self.children if child.run or not child.retired]
+        seen = self.look(tick, now)
+        decision = decide(
+            seen, self.streaks, self.config.evict_after_polls, self.config.start_after_polls
+        )
+        self.streaks = decision.streaks
+        why = dict(decision.why)
+        self.act(decision, seen, why, now)
+        self.watch_unseen(seen)
+        self.publish(why, now)
+        self.systemd.pass_done(now, self.sentence, self.closing is not None)
+        return self.next_pass(now)
+
+    def look(self, tick: bool, now: float) -> Seen:
+        """What this pass finds. Whatever cannot be read makes it blind, and is said once."""
+        blind, claim, free = "", "", None
+        self.used, self.contenders = None, []
+        try:
+            total, self.used = self.card.vram()
+            free = total - self.used
+        except Unknown as trouble:
+            blind = str(trouble)
+        try:
+            claim = named(self.lock.claims()) if self.lock.file else ""
+        except Unknown as trouble:
+            blind = str(trouble)
+        try:
+            ours = [child.run.pid for child in self.children if child.run]
+            self.contenders = self.card.contenders(ours)
+        except Unknown as trouble:
+            blind = str(trouble)
+        self.tell("blind", logging.WARNING, blind and f"{blind}: nothing is started blind")
+        self.tell("kfd", logging.WARNING, "" if self.card.has_kfd else
+                  f"{self.card.kfd_root} does not exist: no job can be seen coming, only free VRAM"
+                  " decides")
+        contenders = named(self.contenders) or (self.unseen if self.config.evict_unseen else "")
+        if self.returning and self.returning.over(now, self.used, bool(contenders)):
+            self.card_is_free(self.returning, now)
+        children = tuple(self.child_seen(child, now) for child in self.children)
+        if self.used is not None and any(c.state in (LOADING, READY) for c in children):
+            self.loaded = self.used
+        return Seen(tick, children, contenders, claim, blind, self.settling(), free)
+
+    @staticmethod
+    def child_seen(child: Child, now: float) -> ChildSeen:
+        run, config = child.run, child.config
+        return ChildSeen(
+            child.name,
+            child.state,
+            config.min_free_vram_bytes,
+            len(run.exchanges) if run else 0,
+            now - run.last_request if run else 0.0,
+            config.idle_timeout if config.addr else NEVER,
+            child.held(now),
+        )
+
+    def settling(self) -> str:
+        """What of our own has to end before anything is started, in words."""
+        if self.closing is not None:
+            return "mavgpud is shutting down"
+        stopping = [child.name for child in self.children if child.state == STOPPING]
+        if stopping:
+            return f"{', '.join(stopping)} is being stopped"
+        return "VRAM is on its way back" if self.returning else ""
+
+    def act(
+        self, decision: Decision, seen: Seen, why: dict[str, tuple[str, str]], now: float
+    ) -> None:
+        """Carries a decision out. Where a start fails, `why` says so."""
+        if seen.contenders or seen.claim:
+            for child in self.children:
+                child.rest_from = NEVER  # the card changes hands, which ends every rest
+        if decision.yield_to:
+            whom = decision.yield_to
+            if self.contenders and not seen.claim:
+                whom = named(c._replace(vram=self.card.held(c.pid)) for c in self.contenders)
+            log.info("yielding the card to %s", whom)
+            self.handovers.append(Handover(time.time(), decision.yield_to))
+            self.stop_children(self.children, now, f"yielded to {decision.yield_to}")
+            for child in self.children:
+                self.told["why " + child.name] = f"yielded {decision.yield_to}"
+        for child in self.children:
+            if child.name in decision.unload and child.run:
+                idle = spell(now - child.run.last_request)
+                log.info("%s is idle for %s, unloading it", child.name, idle)
+                self.stop_children([child], now, f"{child.name} is unloaded after {idle} of rest")
+                child.rest_from = now
+            elif child.name == decision.start:
+                obstacle = self.start_child(child, now)
+                if obstacle:
+                    why[child.name] = ("failed" if now < child.next_try else "start", obstacle)
+        if self.closing is not None:
+            self.shut_down(now)
+        if not self.returning and not any(child.run for child in self.children):
+            self.lock.release()
+
+    def start_child(self, child: Child, now: float) -> str:
+        """Starts a child, or says why it cannot be."""
+        if self.lock.file and not self.lock.take():
+            return "the card lock has just been taken by somebody else"
+        if taken(child.config.addr):
+            host, port = child.config.addr or ("", 0)
+            return f"{host}:{port} is in use by another program"
+        run = child.start(now, self.used or 0, self.prefix)
+        if not run:
+            return f"{child.config.bin} cannot be started"
+        if run.pidfd >= 0:
+            self.watcher.add(run.pidfd, select.EPOLLIN, self.wake)
+        if run.config.addr:
+            threading.Thread(
+                target=run.watch_health, args=(self.wake,), name=child.name, daemon=True
+            ).start()
+        return ""
+
+    def stop_children(self, children: Iterable[Child], now: float, why: str) -> None:
+        for child in children:
+            child.stop(now, why)
+        self.wake()  # the next step may be due at once
+
+    def ended(self, child: Child, run: Run, now: float) -> None:
+        """A run is over: its VRAM comes back now."""
+        if run.pidfd >= 0:
+            self.watcher.remove(run.pidfd)
+            os.close(run.pidfd)
+        if child.rest_from != NEVER:
+            child.rest_from = now
+        began, before = run.stop_began, run.used_before
+        if self.returning:
+            began, before = min(began, self.returning.began), min(before, self.returning.before)
+        self.returning = Returning(began, now, before, self.loaded)
+        self.unseen_base, self.unseen = None, ""
+        last = self.handovers[-1] if self.handovers else None
+        if last and last.free is None and not any(c.run for c in self.children):
+            self.handovers[-1] = last._replace(gone=now - began)
+
+    def card_is_free(self, returning: Returning, now: float) -> None:
+        self.returning = None
+        took, back = now - returning.began, max(0, self.loaded - int(returning.low))
+        if returning.late(now):
+            log.warning("VRAM does not come back: %s of it in %s", gib(back), spell(took))
+        else:
+            log.info("card free in %s, %s back", spell(took), gib(back))
+        last = self.handovers[-1] if self.handovers else None
+        if last and last.gone is not None and last.free is None:
+            self.handovers[-1] = last._replace(free=took)
+
+    # Jobs that the KFD does not list
+
+    def watch_unseen(self, seen: Seen) -> None:
+        """Notices VRAM that is taken by nobody on the KFD while a model is loaded.
+
+        What our own children have come to hold meanwhile is not counted; that is asked for only
+        when the growth is large enough to matter.
+        """
+        states = {child.state for child in self.children}
+        strangers = seen.contenders not in ("", self.unseen)
+        if self.used is None or READY not in states or LOADING in states or strangers:
+            self.unseen_base = None
+            return
+        if self.unseen_base is None:
+            self.unseen_base = self.used, self.own_vram()
+        growth = self.used - self.unseen_base[0]
+        if growth > self.config.unseen_vram_bytes:
+            growth -= self.own_vram() - self.unseen_base[1]
+        if growth <= self.config.unseen_vram_bytes:
+            self.unseen = ""
+        elif not self.unseen:
+            self.unseen = f"a job that is not on the KFD ({gib(growth)} of VRAM)"
+            self.explain(f"{gib(growth)} of VRAM taken since the model became ready, by nobody on"
+                         " the KFD; it is held by")
+
+    def own_vram(self) -> int:
+        return sum(self.card.held(child.run.pid) for child in self.children if child.run)
+
+    def explain(self, what: str) -> None:
+        """Logs `what` and who holds VRAM; in a thread, since that look may take its time."""
+
+        def look() -> None:
+            try:
+                log.warning("%s %s", what, describe_holders(pci_address(self.card.device())))
+            except (OSError, Unknown) as error:
+                log.warning("%s somebody who cannot be told: %s", what, error)
+
+        threading.Thread(target=look, name="fdinfo", daemon=True).start()
+
+    # Saying it
+
+    def tell(self, topic: str, level: int, words: str) -> None:
+        """Logs `words` if they are not what was said last on their topic; "" is silence."""
+        if words and self.told.get(topic) != words:
+            log.log(level, "%s", words)
+        self.told[topic] = words
+
+    def publish(self, why: Mapping[str, tuple[str, str]], now: float) -> None:
+        """Says of each child what it does, or why it does not run; in the log only if that is new.
+
+        Numbers that change from poll to poll are part of the words, but do not make them new.
+        """
+        sentences = []
+        for child in self.children:
+            kind, words = why.get(child.name, (child.state, child.state))
+            child.retry = 10
+            if child.state == LOADING:
+                words = f"loading for {spell(math.floor(now - child.since))}"
+                child.retry = max(1, math.ceil((child.load_seconds or 5) - (now - child.since)))
+            elif child.state == STOPPED and now < child.next_try:
+                child.retry = math.ceil(child.next_try - now)
+            child.reason = words
+            ready = f"{child.name} is ready"
+            sentences.append(ready if child.state == READY else f"{child.name} not loaded: {words}")
+            topic = "why " + child.name
+            new = f"{kind} {words if kind in ('yielded', 'start') else ''}"
+            if child.state == READY:
+                self.told[topic] = ""
+            elif kind in ("yielded", "vram", "rest", "start") and self.told.get(topic) != new:
+                self.told[topic] = new
+                if kind == "vram":
+                    self.explain(f"{child.name} not loaded: {words}; VRAM is held by")
+                else:
+                    log.info("%s not loaded: %s", child.name, words)
+        self.sentence = "; ".join(sentences)
+
+    def next_pass(self, now: float) -> float:
+        """When the next pass is due apart from the regular poll, on the monotonic clock."""
+        due = min((child.deadline for child in self.children), default=NEVER)
+        if self.returning or any(c.state == STOPPING for c in self.children):
+            due = min(due, now + 0.1)
+        if self.closing is not None and now < self.closing:
+            due = min(due, self.closing)
+        return min(due, now + self.systemd.interval)
+
+    # Signals
+
+    def take_signals(self, now: float) -> None:
+        while self.signals:
+            signum = self.signals.popleft()
+            if signum == signal.SIGHUP:
+                self.reload(now)
+            elif self.closing is None:
+                log.info("%s: stopping", signal.Signals(signum).name)
+                self.closing = now + self.SHUTDOWN_TIME
+                self.systemd.say("STOPPING=1")
+                if self.front:
+                    self.front.close_listener()
+            else:
+                self.closing, self.hurry = now, True
+
+    def shut_down(self, now: float) -> None:
+        """First the running requests may end, then the children go, then so do we."""
+        assert self.closing is not None
+        if now < self.closing and any(c.run and c.run.exchanges for c in self.children):
+            return
+        self.closing = min(self.closing, now)
+        self.stop_children([c for c in self.children if c.state in (LOADING, READY)], now,
+                           "mavgpud is shutting down")
+        left = any(child.run and child.state != WEDGED for child in self.children)
+        if not left and (self.hurry or not self.returning):
+            self.ended_well = True
+            self.loop.cancel()
+
+    def end(self) -> int:
+        """After the poll loop: 0, or 1 if it did not end by itself. No child is left either way."""
+        for child in self.children:
+            if child.run:
+                child.run.kill(signal.SIGKILL)
+        return 0 if self.ended_well else 1
+
+    # Configuration
+
+    def set_routes(self) -> None:
+        pairs = [(route.encode(), c) for c in self.children for route in c.config.routes]
+        self.routes = tuple(sorted(pairs, key=lambda pair: len(pair[0]), reverse=True))
+        self.passive = frozenset(path.encode() for path in self.config.passive_paths)
+
+    def reload(self, now: float) -> None:
+        """Takes over a changed file. One with faults changes nothing."""
+        self.systemd.say("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
+            self.adopt(load_config(self.source), now)
+        except ConfigError as error:
+            for line in str(error).splitlines():
+                log.error("%s", line)
+            log.error("%s has faults, so the old configuration stays in force", self.source)
+        self.systemd.say("READY=1")
+
+    def adopt(self, config: Config, now: float) -> None:
+        """Puts a new configuration into force; a child is restarted only if its command changed."""
+        old, self.config = self.config, config
+        if config.listen != old.listen:
+            log.warning("listen has changed: that needs a restart of mavgpud")
+        if config.card_lock != old.card_lock:
+            held = self.lock.held
+            self.lock.close()
+            self.lock = CardLock(config.card_lock)
+            self.lock.held = held  # so that opening the file takes the lock
+        self.card = Card(config.kfd_root, config.drm_device, config.ignore)
+        self.loop.interval = config.poll
+        known = {child.name: child for child in self.children}
+        fresh = [known.pop(c.name) if c.name in known else Child(c) for c in config.children]
+        for child, wanted in zip(fresh, config.children):
+            if child.run and child.config.command != wanted.command:
+                log.info("%s is restarted: its command has changed", child.name)
+                child.stop(now, f"{child.name} is restarted")
+            child.config, child.retired = wanted, False
+            child.next_try = 0.0
+        for child in known.values():
+            log.info("%s is no longer configured", child.name)
+            child.stop(now, f"{child.name} is no longer configured")
+            child.retired = True
+        self.children = fresh + list(known.values())
+        self.set_routes()
+        log.info("%s read again", self.source)
+
+
+class PollLoop(threading.Timer):
+    """A timer that fires for ever: at every interval, when it is woken, and when it asked to.
+
+    It also is the thread that children are started from, and lives as long as they do: the
+    parent-death signal is tied to the thread, not to the process.
+    """
+
+    def __init__(self, interval: float, function: Callable[[bool, float], float]) -> None:
+        super().__init__(interval, function)
+        self.name = "poll"
+        self.wake = threading.Event()
+
+    def run(self) -> None:
+        due = time.monotonic()
+        while not self.finished.is_set():
+            self.wake.clear()
+            now = time.monotonic()
+            tick = now >= due
+            if tick:
+                due = max(due + self.interval, now)
+            following = self.function(tick, now)
+            self.wake.wait(max(0.0, min(due, following) - time.monotonic()))
+
+
+class Watcher(threading.Thread):
+    """One epoll for what must be noticed while nobody looks; it only calls what it was given.
+
+    Every descriptor is watched for one edge, so a busy one costs nothing per request. Whoever
+    adds a descriptor removes it before closing it.
+    """
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        super().__init__(name="watcher", daemon=True)
+        self.supervisor = supervisor
+        self.epoll = select.epoll()
+        self.calls: dict[int, Callable[[], None]] = {}
+        # Python's own handlers run late and may nest; the wake-up descriptor does neither.
+        self.signal_fd, write_fd = os.pipe()
+        os.set_blocking(write_fd, False)
+        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        self.epoll.register(self.signal_fd, select.EPOLLIN)
+        self.calls[self.signal_fd] = self.read_signals
+
+    def add(self, fd: int, events: int, call: Callable[[], None]) -> None:
+        self.calls[fd] = call
+        self.epoll.register(fd, events | select.EPOLLET)
+
+    def remove(self, fd: int) -> None:
+        """Forgets a descriptor; closing it then takes it out of the epoll."""
+        self.calls.pop(fd, None)
+
+    def read_signals(self) -> None:
+        self.supervisor.signals.extend(os.read(self.signal_fd, 64))
+        self.supervisor.wake()
+
+    def run(self) -> None:
+        while True:
+            for fd, _ in self.epoll.poll():
+                call = self.calls.get(fd)
+                if call:
+                    call()
+
+
+# ---- the front: messages -------------------------------------------------------------------------
+
+MAX_LINE = 32 * 1024  # bytes of a request line (414)
+MAX_HEAD = 128 * 1024  # bytes of a head (431)
+MAX_FIELDS = 256  # fields of a head (431)
+MAX_CHUNK_LINE = 4096  # bytes of a chunk's size line
+MAX_TRAILERS = 64 * 1024  # bytes of a trailer section
+MAX_INTERIM = 32  # 1xx responses before the final one
+
+# RFC 9110 5.6.2 (token) and 5.5 (field value, obs-text included), RFC 9112 2 to 5. One regular
+# expression checks a whole head: nothing that fails it is ever looked at further.
+TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
+REQUEST_LINE = re.compile(rb"(" + TOKEN + rb") ([\x21-\x7e\x80-\xff]+) HTTP/1\.([0-9])\r\n")
+OTHER_VERSION = re.compile(rb"[^ \r\n]+ [^ \r\n]+ HTTP/[02-9]\.[0-9]\r\n")
+STATUS_LINE = re.compile(rb"HTTP/1\.([0-9]) ([1-5][0-9][0-9])(?: ([\t\x20-\x7e\x80-\xff]*))?\r\n")
+FIELDS = re.compile(rb"(?:" + TOKEN + rb":[\t\x20-\x7e\x80-\xff]*\r\n)*\r\n")
+LENGTH = re.compile(rb"[0-9]{1,18}")
+HOST = re.compile(
+    rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]{0,5})?"
+)
+ABSOLUTE = re.compile(rb"(?i:https?)://([^/?#]+)([/?].*)?")
+# A chunk's size line, after the end of the chunk before it; RFC 9112 7.1. PARTIAL matches what
+# may still become one.
+CHUNK = re.compile(rb"(?:\r\n)?([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?\r\n")
+PARTIAL = re.compile(
+    rb"\r?|(?:\r\n)?(?:[0-9A-Fa-f]{1,15}(?:[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?)?\r?)?"
+)
+
+# Fields that belong to one connection (RFC 9110 7.6.1), and those that we have to understand.
+# The rest of a head is passed on as it came, byte for byte.
+HOP_BY_HOP = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate",
+     b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade")
+)
+UNDERSTOOD = HOP_BY_HOP | {b"content-length"}
+UNDERSTOOD_IN_REQUEST = UNDERSTOOD | {b"host", b"expect", b"x-forwarded-for"}
+
+CHUNKED, UNTIL_CLOSE = -1, -2  # framings of a body that have no length
+
+
+class Malformed(Exception):
+    """A message that is not HTTP/1.1, or more than we take. `status` is what a client is told."""
+
+    def __init__(self, status: int, what: str) -> None:
+        super().__init__(what)
+        self.status = status
+
+
+class Ended(Exception):
+    """The peer has closed or reset the connection, or one of our own threads has."""
+
+
+class Stalled(Exception):
+    """The peer has neither sent nor taken a byte for as long as we wait for that."""
+
+
+Known = dict[bytes, list[bytes]]
+
+
+def split_fields(block: bytes, understood: frozenset[bytes]) -> tuple[list[bytes], Known]:
+    """The field lines to pass on, and the values of those that we understand (by lower-case name).
+
+    Malformed (400) unless every line is a field. Fields that Connection nominates go with their
+    connection, but for those whose loss would change what the message means.
+    """
+    if not FIELDS.fullmatch(block):
+        raise Malformed(400, "malformed header field")
+    lines = block[:-4].split(b"\r\n") if len(block) > 2 else []
+    if len(lines) > MAX_FIELDS:
+        raise Malformed(431, f"more than {MAX_FIELDS} header fields")
+    kept, known = [], Known()
+    for line in lines:
+        name, _, value = line.partition(b":")
+        name = name.lower()
+        if name in understood:
+            known.setdefault(name, []).append(value.strip(b" \t"))
+        else:
+            kept.append(line)
+    if b"connection" in known:
+        tokens = known[b"connection"] = [
+            token.strip(b" \t").lower()
+            for value in known[b"connection"]
+            for token in value.split(b",")
+        ]
+        nominated = set(tokens)
+        kept = [line for line in kept if line.partition(b":")[0].lower() not in nominated]
+    return kept, known
+
+
+def framing(known: Known, otherwise: int) -> int:
+    """How long a body is: a number of bytes, CHUNKED, or `otherwise` where nothing is said.
+
+    RFC 9112 6.3, without its tolerance: whatever two parsers might read in two ways is Malformed.
+    """
+    lengths, codings = known.get(b"content-length"), known.get(b"transfer-encoding")
+    if codings:
+        if lengths:
+            raise Malformed(400, "both Content-Length and Transfer-Encoding")
+        if len(codings) != 1 or codings[0].lower() != b"chunked":
+            raise Malformed(400, "a Transfer-Encoding other than chunked")
+        return CHUNKED
+    if lengths:
+        if len(lengths) != 1 or not LENGTH.fullmatch(lengths[0]):
+            raise Malformed(400, "malformed Content-Length")
+        return int(lengths[0])
+    return otherwise
+
+
+class Request:
+    """The head of a request, checked. Malformed says why it is refused."""
+
+    __slots__ = (
+        "method", "target", "old", "kept", "known", "framing", "close", "expects", "upgrade",
+    )
+
+    def __init__(self, head: bytes) -> None:
+        match = REQUEST_LINE.match(head)
+        if not match:
+            raise bad_request_line(head)
+        self.method, self.target, minor = match.groups()
+        self.kept, self.known = split_fields(head[match.end() :], UNDERSTOOD_IN_REQUEST)
+        self.old = minor == b"0"
+        if self.method in (b"CONNECT", b"TRACE"):
+            raise Malformed(405, f"{self.method.decode()} is not served here")
+        hosts = self.known.get(b"host", [])
+        if len(hosts) != 1 and not (self.old and not hosts):
+            raise Malformed(400, "not exactly one Host")
+        if self.target[:1] != b"/":
+            hosts = self.absolute_form(hosts)
+        if hosts and not HOST.fullmatch(hosts[0]):
+            raise Malformed(400, "malformed Host")
+        if self.old and b"transfer-encoding" in self.known:
+            raise Malformed(400, "Transfer-Encoding in HTTP/1.0")
+        self.known[b"host"] = hosts
+        self.framing = framing(self.known, 0)
+        connection = self.known.get(b"connection", ())
+        self.close = self.old or b"close" in connection
+        self.expects = not self.old and b"100-continue" in map(
+            bytes.lower, self.known.get(b"expect", ())
+        )
+        # Nothing but websocket: with h2c, requests could be smuggled past us.
+        self.upgrade = b"upgrade" in connection and [
+            value.lower() for value in self.known.get(b"upgrade", ())
+        ] == [b"websocket"] and self.framing == 0
+
+    def absolute_form(self, hosts: list[bytes]) -> list[bytes]:
+        """RFC 9112 3.2.2: the authority of an absolute target overrides Host. 3.2.4: OPTIONS *."""
+        match = ABSOLUTE.fullmatch(self.target)
+        if match:
+            rest = match[2] or b"/"
+            self.target = rest if rest.startswith(b"/") else b"/" + rest
+            return [match[1]]
+        if self.target == b"*" and self.method == b"OPTIONS":
+            return hosts
+        raise Malformed(400, "malformed request target")
+
+    def upstream_head(self, client: str) -> bytes:
+        """The head as the child gets it; `client` is whom it came from, for X-Forwarded-For."""
+        known = self.known
+        lines = [self.method + b" " + self.target + b" HTTP/1.1"]
+        lines += [b"Host: " + host for host in known[b"host"]] or [b"Host: "]
+        lines += self.kept
+        if self.framing == CHUNKED:
+            lines.append(b"Transfer-Encoding: chunked")
+        elif b"content-length" in known:
+            lines.append(b"Content-Length: " + known[b"content-length"][0])
+        if not self.old and b"expect" in known:
+            lines += [b"Expect: " + value for value in known[b"expect"]]
+        if self.upgrade:
+            lines += [b"Connection: Upgrade", b"Upgrade: " + known[b"upgrade"][0]]
+        forwarded = known.get(b"x-forwarded-for", []) + [client.encode()]
+        lines.append(b"X-Forwarded-For: " + b", ".join(forwarded))
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def bad_request_line(head: bytes) -> Malformed:
+    """What is wrong with a head that does not begin with a request line."""
+    if OTHER_VERSION.match(head):
+        return Malformed(505, "only HTTP/1.0 and HTTP/1.1 are served here")
+    return Malformed(400, "malformed request line")
+
+
+class Response:
+    """The head of a child's response, checked. Malformed if it is none."""
+
+    __slots__ = ("status", "reason", "kept", "known", "framing", "reusable")
+
+    def __init__(self, head: bytes, method: bytes) -> None:
+        match = STATUS_LINE.match(head)
+        if not match:
+            raise Malformed(502, "malformed status line")
+        self.status = int(match[2])
+        self.reason = match[3] or b""
+        self.kept, self.known = split_fields(head[match.end() :], UNDERSTOOD)
+        length = framing(self.known, UNTIL_CLOSE)
+        bodiless = method == b"HEAD" or self.status < 200 or self.status in (204, 304)
+        self.framing = 0 if bodiless else length
+        # llama-server closes after every chunked response, whatever it has announced.
+        self.reusable = (
+            match[1] == b"1"
+            and b"close" not in self.known.get(b"connection", ())
+            and self.status >= 200
+            and self.framing >= 0
+        )
+
+    def is_events(self) -> bool:
+        """Whether the body is a stream of server-sent events."""
+        return any(
+            line.lower().startswith(b"content-type:") and b"text/event-stream" in line.lower()
+            for line in self.kept
+        )
+
+    def client_head(self, request: Request, close: bool) -> bytes:
+        """The head as the client gets it: the child's own fields, framed for the client."""
+        lines = [b"HTTP/1.1 %d %s" % (self.status, self.reason), *self.kept]
+        if b"content-length" in self.known:
+            if self.status >= 200 and self.status != 204:
+                lines.append(b"Content-Length: " + self.known[b"content-length"][0])
+        elif not request.old and (
+            self.framing < 0 or (self.status != 304 and b"transfer-encoding" in self.known)
+        ) and self.status not in (101, 204):
+            lines.append(b"Transfer-Encoding: chunked")
+        if self.status == 101:
+            lines += [b"Connection: Upgrade", b"Upgrade: " + request.known[b"upgrade"][0]]
+        elif close and self.status >= 200:
+            lines.append(b"Connection: close")
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+# ---- the front: one side of an exchange ----------------------------------------------------------
+
+Piece = Union[bytes, memoryview]
+
+
+def timeval(seconds: float) -> bytes:
+    """A struct timeval for SO_RCVTIMEO and SO_SNDTIMEO.
+
+    The kernel keeps the time, so that a socket with a limit costs no poll(2) before each call.
+    """
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+class Wire:
+    """A socket and the bytes that have arrived on it and are not used yet.
+
+    One buffer per socket; what is handed out of it is valid until the next `fill`.
+    """
+
+    SMALL, LARGE = 8 * 1024, 256 * 1024
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.buffer = bytearray(self.SMALL)
+        self.view = memoryview(self.buffer)
+        self.start = self.end = 0
+
+    def fill(self) -> bool:
+        """Waits for bytes and appends them; False at the peer's end. Ended, Stalled."""
+        if self.start == self.end:
+            if self.end == len(self.buffer) < self.LARGE:
+                self.resize(len(self.buffer) * 4)
+            self.start = self.end = 0
+        elif self.end == len(self.buffer):
+            self.resize(len(self.buffer) * (4 if self.start < self.end // 2 else 1))
+        try:
+            count = self.sock.recv_into(self.view[self.end :])
+        except BlockingIOError:
+            raise Stalled from None
+        except OSError:
+            raise Ended from None
+        self.end += count
+        return count > 0
+
+    def resize(self, size: int) -> None:
+        """A new buffer, with what is not used yet at its beginning."""
+        rest = self.buffer[self.start : self.end]
+        self.buffer = bytearray(max(size, self.SMALL))
+        self.view = memoryview(self.buffer)
+        self.buffer[: len(rest)] = rest
+        self.start, self.end = 0, len(rest)
+
+    def send(self, data: Piece) -> None:
+        """Sends all of it. Ended; Stalled when not a byte goes out for the socket's time limit."""
+        try:
+            sent = self.sock.send(data)
+            while sent < len(data):
+                data = memoryview(data)[sent:]
+                sent = self.sock.send(data)
+        except BlockingIOError:
+            raise Stalled from None
+        except OSError:
+            raise Ended from None
+
+    def limit(self, seconds: float) -> None:
+        """Sets how long `fill` waits before it is Stalled; 0 for ever."""
+        try:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(seconds))
+        except OSError:
+            raise Ended from None
+
+    def head(self) -> bytes | None:
+        """The next head, if it has arrived whole; Malformed if it is too large already."""
+        at = self.buffer.find(b"\r\n\r\n", self.start, self.end)
+        if at < 0 or at + 4 - self.start > MAX_HEAD:
+            if self.end - self.start >= MAX_HEAD:
+                raise Malformed(431, f"header of more than {MAX_HEAD} bytes")
+            return None
+        head = bytes(self.view[self.start : at + 4])
+        self.start = at + 4
+        return head
+
+
+class Body:
+    """A message body on a wire: checks its framing and hands out its content as it arrives."""
+
+    def __init__(self, wire: Wire, framing: int) -> None:
+        self.wire = wire
+        self.left = framing  # bytes of the body, or of the present chunk, that are still to come
+        self.framing = framing
+        self.done = framing == 0
+        self.first = True  # no chunk has been read yet
+        if framing == CHUNKED:
+            self.left = 0
+
+    def arrived(self) -> list[Piece]:
+        """The content that has arrived, without waiting. Malformed."""
+        if self.framing == CHUNKED:
+            return self.chunks()
+        wire = self.wire
+        count = wire.end - wire.start
+        if self.framing >= 0:
+            count = min(count, self.left)
+            self.left -= count
+            self.done = not self.left
+        if not count:
+            return []
+        piece = wire.view[wire.start : wire.start + count]
+        wire.start += count
+        return [piece]
+
+    def more(self) -> list[Piece]:
+        """Waits for more content. Malformed, Ended (also where it ends too early), Stalled."""
+        if not self.wire.fill():
+            if self.framing != UNTIL_CLOSE:
+                raise Ended
+            self.done = True
+            return []
+        return self.arrived()
+
+    def chunks(self) -> list[Piece]:
+        """The content of all chunks, or of the parts of chunks, that have arrived."""
+        wire = self.wire
+        pieces: list[Piece] = []
+        view, at, end = wire.view, wire.start, wire.end
+        while not self.done:
+            if self.left:
+                size = min(self.left, end - at)
+                if not size:
+                    break
+                pieces.append(view[at : at + size])
+                self.left -= size
+                at += size
+                continue
+            match = CHUNK.match(view, at, end)
+            # The line end that closes a chunk is read with the size line that follows it.
+            if not match or match.start(1) - at != (0 if self.first else 2):
+                self.check_partial(view[at:end])
+                break
+            self.left = int(match[1], 16)
+            self.first = False
+            if self.left:
+                at = match.end()
+            else:
+                after = self.trailers(match.end(), end)
+                if after < 0:
+                    self.left = 0
+                    break
+                at, self.done = after, True
+        wire.start = at
+        return pieces
+
+    def check_partial(self, rest: memoryview) -> None:
+        """Malformed unless `rest` may still become a size line."""
+        if len(rest) > MAX_CHUNK_LINE or not PARTIAL.fullmatch(rest):
+            raise Malformed(400, "malformed chunk")
+        if not self.first and len(rest) and rest[0] != 13:
+            raise Malformed(400, "malformed chunk")
+
+    def trailers(self, at: int, end: int) -> int:
+        """Where the trailer section ends, -1 if it has not arrived whole. Checked, and dropped.
+
+        RFC 9110 6.5.1: a trailer field must not be merged into the fields, so nobody needs it.
+        """
+        block = bytes(self.wire.view[at:end])
+        stop = 2 if block.startswith(b"\r\n") else block.find(b"\r\n\r\n") + 4
+        if stop < 4 and stop != 2:
+            if len(block) > MAX_TRAILERS:
+                raise Malformed(431, "trailers of more than 64 KiB")
+            return -1
+        if not FIELDS.fullmatch(block, 0, stop) or stop > MAX_TRAILERS:
+            raise Malformed(400, "malformed trailers")
+        return at + stop
+
+
+def framed(pieces: list[Piece], chunked: bool, last: bool) -> Piece:
+    """`pieces` as one message: as one chunk, with the last chunk behind it, or as they are."""
+    if not chunked:
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    size = sum(map(len, pieces))
+    ends = b"0\r\n\r\n" if last else b""
+    return b"".join((b"%x\r\n" % size, *pieces, b"\r\n", ends)) if size else ends
+
+
+class Upstream(http.client.HTTPConnection):
+    """A connection to a child: http.client opens and closes it, heads and bodies are ours."""
+
+    CONNECT_TIMEOUT = 3.0  # seconds; it is on this machine
+    SEND_LIMIT = 60.0  # seconds without progress
+
+    def __init__(self, addr: Address) -> None:
+        super().__init__(addr[0], addr[1], timeout=self.CONNECT_TIMEOUT)
+        self.connect()  # OSError
+        self.sock.settimeout(None)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(self.SEND_LIMIT))
+        self.wire = Wire(self.sock)
+        self.fresh = True
+
+    def quiet(self) -> bool:
+        """Whether it is open and without a stray byte, which the next answer would begin with."""
+        self.fresh = False
+        try:
+            self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return self.wire.start == self.wire.end
+        except OSError:
+            return False
+        return False
+
+    def response(self, method: bytes) -> Response:
+        """The next head, of an interim or a final response. Malformed, Ended."""
+        while True:
+            head = self.wire.head()
+            if head:
+                return Response(head, method)
+            if not self.wire.fill():
+                raise Ended
+
+
+# ---- the front: handlers -------------------------------------------------------------------------
+
+
+def shut(sock: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:
+    """Ends a connection without closing its descriptor, which wakes whoever is blocked in it."""
+    try:
+        if sock:
+            sock.shutdown(how)
+    except OSError:
+        return  # it has ended by itself
+
+
+def linger(wire: Wire, seconds: float = 2.0) -> None:
+    """Ends our side, and reads what the client still sends for a while.
+
+    Closing at once would answer that with a reset, which overtakes our answer (RFC 9112 9.6).
+    """
+    shut(wire.sock, socket.SHUT_WR)
+    deadline = time.monotonic() + seconds
+    try:
+        while (left := deadline - time.monotonic()) > 0:
+            wire.limit(max(left, 0.001))
+            wire.start = wire.end
+            if not wire.fill():
+                return
+    except (Ended, Stalled):
+        return
+
+
+class Lost(Exception):
+    """The client cannot be sent the rest of a response."""
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """One client connection, in one thread: reads requests, answers or forwards each in turn.
+
+    BaseHTTPRequestHandler gives the frame (setup, a loop over handle_one_request, finish); its
+    parsing is lenient where requests are smuggled, so ours is used.
+    """
+
+    HEAD_TIME = 15.0  # seconds to send a whole head
+    IDLE_TIME = 75.0  # seconds between two requests
+    STALL_TIME = 60.0  # seconds without progress in a body
+
+    server: Front
+
+    def setup(self) -> None:
+        self.sock: socket.socket = self.request
+        self.wire = Wire(self.sock)
+        self.exchange: Exchange | None = None
+        self.waiter: threading.Event | None = None
+        self.gone = False  # the client has closed or reset its connection
+        self.idle = True  # between two requests
+        self.limit = self.HEAD_TIME  # the listener gives it to its sockets
+        host: str = self.client_address[0]
+        self.client = host[7:] if host.startswith("::ffff:") else host
+        self.server.handlers.add(self)
+        self.server.watcher.add(self.sock.fileno(), select.EPOLLRDHUP, self.client_left)
+
+    def finish(self) -> None:
+        self.server.watcher.remove(self.sock.fileno())
+        self.server.handlers.discard(self)
+
+    def client_left(self) -> None:
+        """Called by the watcher: nobody wants the answer any more, so the child need not go on."""
+        poller = select.poll()
+        try:
+            poller.register(self.sock, select.POLLRDHUP)
+            if not poller.poll(0):
+                return  # this was about an earlier socket of the same number
+        except (OSError, ValueError):
+            return  # closed meanwhile
+        self.gone = True
+        waiter, exchange = self.waiter, self.exchange
+        if waiter:
+            waiter.set()
+        if exchange:
+            exchange.cut("the client has left")
+
+    # Reading a request
+
+    def handle_one_request(self) -> None:
+        self.close_connection = True
+        try:
+            head = self.next_head()
+            if head:
+                request = Request(head)
+                body = Body(self.wire, request.framing)
+                self.close_connection = request.close or self.server.closing
+                self.answer(request, body)
+        except Malformed as fault:
+            self.refuse(fault.status, str(fault))
+        except (Ended, Stalled, Lost):
+            self.close_connection = True
+
+    def next_head(self) -> bytes | None:
+        """The next request's head, None if there is none to come. Malformed, Ended, Stalled."""
+        wire = self.wire
+        head = wire.head()
+        if not head and wire.start == wire.end:
+            self.idle = True
+            if self.server.closing or not wire.fill():
+                return None
+            self.idle = False
+            head = wire.head()
+        if not head or head.startswith(b"\r\n"):
+            wire.start -= len(head or b"")
+            head = self.slow_head()
+        if self.limit != self.IDLE_TIME:
+            self.set_limit(self.IDLE_TIME)
+        return head
+
+    def slow_head(self) -> bytes | None:
+        """A head that comes in pieces, or after empty lines (RFC 9112 2.2), within HEAD_TIME."""
+        wire = self.wire
+        deadline = time.monotonic() + self.HEAD_TIME
+        blank = 0
+        while True:
+            while blank < 4 and wire.buffer.startswith(b"\r\n", wire.start, wire.end):
+                wire.start += 2
+                blank += 1
+            begun = bytes(wire.view[wire.start : wire.end])
+            line, ends, _ = begun.partition(b"\n")
+            if len(line) > MAX_LINE:
+                raise Malformed(414, f"request line of more than {MAX_LINE} bytes")
+            if ends and not REQUEST_LINE.fullmatch(line + ends):
+                raise bad_request_line(begun)
+            head = wire.head()
+            if head:
+                return head
+            if re.search(rb"(?<!\r)\n", begun):
+                raise Malformed(400, "a line that does not end in CR LF")
+            left = deadline - time.monotonic()
+            try:
+                if left <= 0:
+                    raise Stalled
+                self.set_limit(left)
+                if not wire.fill():
+                    return None
+            except Stalled:
+                raise Malformed(408, f"no whole request in {spell(self.HEAD_TIME)}") from None
+
+    def set_limit(self, seconds: float) -> None:
+        self.limit = seconds
+        self.wire.limit(seconds)
+
+    # Answering it
+
+    def answer(self, request: Request, body: Body) -> None:
+        """Answers a request here, or has a child do it."""
+        supervisor = self.server.supervisor
+        path = request.target.partition(b"?")[0]
+        if path == b"/health" or path.startswith((b"/health/", b"/mavgpud")):
+            page = local_page(supervisor, path)
+            if page:
+                self.reply(request, body, page)
+                return
+        child = supervisor.child_for(request.target)
+        passive = path in supervisor.passive and request.method in (b"GET", b"HEAD", b"OPTIONS")
+        run = child.run
+        if not run or not run.ready:
+            run = self.wait_for(child, passive)
+        if not run or not self.forward(request, body, run, passive):
+            self.reply(request, body, not_loaded(child))
+
+    def wait_for(self, child: Child, passive: bool) -> Run | None:
+        """Holds a request until the child is ready, for `wait_for_model` at most."""
+        supervisor = self.server.supervisor
+        if not passive and child.rest_from != NEVER and not child.wanted:
+            child.wanted = True  # ends an idle rest
+            supervisor.wake()
+        self.waiter = waiter = threading.Event()
+        child.waiters.add(waiter)
+        deadline = time.monotonic() + supervisor.config.wait_for_model
+        try:
+            while not self.server.closing:
+                run = child.run
+                if self.gone:
+                    raise Lost
+                if run and run.ready:
+                    return run
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                waiter.wait(left)
+                waiter.clear()
+            return None
+        finally:
+            self.waiter = None
+            child.waiters.discard(waiter)
+
+    def forward(self, request: Request, body: Body, run: Run, passive: bool) -> bool:
+        """Has a child answer; False if it must not be asked any more."""
+        exchange = Exchange(self, request, body, run)
+        run.exchanges.add(exchange)
+        try:
+            # In this order: the poll loop takes `ready` back before it looks who is left to cut.
+            if not run.ready:
+                return False
+            self.exchange = exchange
+            exchange.carry()
+            return True
+        finally:
+            self.exchange = None
+            run.exchanges.discard(exchange)
+            if not passive:
+                run.last_request = time.monotonic()
+            if not run.ready:
+                self.server.supervisor.wake()  # it waits for the last of us to be gone
+
+    def reply(self, request: Request, body: Body, page: Page) -> None:
+        """Answers here; the connection goes on only if the request's body has arrived whole."""
+        body.arrived()
+        self.close_connection |= not body.done
+        data = page.message(self.close_connection, request.method == b"HEAD")
+        self.server.count(page.status)
+        self.wire.send(data)
+        if not body.done:
+            linger(self.wire)
+
+    def refuse(self, status: int, what: str) -> None:
+        """Answers a request that cannot be served, and closes."""
+        self.close_connection = True
+        self.server.count(status)
+        try:
+            self.wire.send(trouble_page(status, what, "invalid_request_error").message(True, False))
+        except (Ended, Stalled):
+            return
+        linger(self.wire)
+
+
+class Exchange:
+    """One request that is forwarded, and its response.
+
+    `cut` may end it from outside: it shuts sockets down, which wakes a handler that is blocked in
+    one; only the handler itself closes them, so no descriptor is ever closed while it is in use.
+    """
+
+    def __init__(self, handler: Handler, request: Request, body: Body, run: Run) -> None:
+        self.handler = handler
+        self.request = request
+        self.body = body
+        self.run = run
+        self.guard = threading.Lock()  # for the three below
+        self.upstream: Upstream | None = None
+        self.why = ""  # it has been cut
+        self.stuck = False  # blocked in sending to the client
+        self.upload: Upload | None = None
+        self.response: Response | None = None  # the one whose head the client has been sent
+
+    def cut(self, why: str) -> None:
+        """Ends the exchange, whatever its handler is blocked in.
+
+        One that is blocked in sending to a client must be freed as well: a server that is blocked
+        in writing to us is only freed when our end is closed.
+        """
+        with self.guard:
+            self.why = self.why or why
+            if self.upstream:
+                shut(self.upstream.sock)
+            if self.stuck or self.handler.gone:
+                shut(self.handler.sock)
+
+    def carry(self) -> None:
+        """Forwards the request and sends the client an answer, the child's or one of ours."""
+        try:
+            self.relay(self.ask())
+        except Lost:
+            self.handler.close_connection = True
+        except (OSError, Ended, Stalled, Malformed) as error:
+            self.let_go()
+            self.fail(error)
+        finally:
+            self.let_go()
+            self.end_upload()
+
+    def ask(self) -> Response:
+        """Sends the request; gives the final response's head, or that of an upgrade."""
+        request, body, handler = self.request, self.body, self.handler
+        head = request.upstream_head(handler.client)
+        content = framed(body.arrived(), body.framing == CHUNKED, body.done)
+        first = b"".join((head, content)) if content else head
+        response = self.try_idle(first) if not request.upgrade else None
+        if not response:
+            assert self.run.config.addr
+            upstream = self.attach(Upstream(self.run.config.addr))
+            upstream.wire.send(first)
+            if not body.done:
+                self.upload = Upload(self, body, handler.STALL_TIME)
+                handler.server.run(self.upload.run)
+            response = upstream.response(request.method)
+        interim = 0
+        while response.status < 200:
+            if response.status == 101:
+                if not request.upgrade:
+                    raise Malformed(502, "an upgrade that was not asked for")
+                response.framing = UNTIL_CLOSE
+                return response
+            interim += 1
+            if interim > MAX_INTERIM:
+                raise Malformed(502, "no end of interim responses")
+            if not request.old and (response.status != 100 or request.expects):
+                self.deliver(response.client_head(request, False))
+            assert self.upstream
+            response = self.upstream.response(request.method)
+        return response
+
+    def try_idle(self, first: bytes) -> Response | None:
+        """The same on an idle connection, if there is one; None: a new one must be tried.
+
+        llama-server may close an idle connection at the very moment that we use it. Whether it
+        then has run the request cannot be known, so only what is safe to repeat is repeated, and
+        a request whose body is still to come always has a connection of its own.
+        """
+        request = self.request
+        idle = self.run.pool.take(time.monotonic()) if self.body.done else None
+        if not idle:
+            return None
+        upstream = self.attach(idle)
+        try:
+            upstream.wire.send(first)
+            return upstream.response(request.method)
+        except Ended:
+            untouched = upstream.wire.start == upstream.wire.end
+            if request.method not in (b"GET", b"HEAD") or request.framing or not untouched:
+                raise
+            self.let_go()
+            return None
+
+    def attach(self, upstream: Upstream) -> Upstream:
+        """Puts a connection where `cut` finds it. Ended if that has come already."""
+        with self.guard:
+            self.upstream = upstream
+            if self.why or self.handler.gone:
+                raise Ended
+        return upstream
+
+    def let_go(self, reusable: bool = False) -> None:
+        """Closes the connection to the child, or gives it back to be used again."""
+        with self.guard:
+            upstream, self.upstream = self.upstream, None
+        if upstream and reusable and not self.why and upstream.wire.start == upstream.wire.end:
+            self.run.pool.give(upstream, time.monotonic())
+        elif upstream:
+            upstream.close()
+
+    def relay(self, response: Response) -> None:
+        """Sends the client the response: whatever has arrived in one write, at once."""
+        request, handler, upload = self.request, self.handler, self.upload
+        assert self.upstream
+        body = Body(self.upstream.wire, response.framing)
+        if response.status == 101:
+            handler.close_connection = True
+            self.upload = Upload(self, Body(handler.wire, UNTIL_CLOSE), 0)
+            handler.server.run(self.upload.run)
+        elif upload and not upload.over.wait(0.01):
+            handler.close_connection = True  # an answer before the request has ended
+        chunked = response.framing < 0 and not request.old and response.status != 101
+        head = response.client_head(request, handler.close_connection)
+        handler.server.count(response.status)
+        data = framed(body.arrived(), chunked, body.done)
+        data = b"".join((head, data)) if data else head
+        self.response = response
+        while True:
+            if data:
+                self.deliver(data)
+            if body.done:
+                break
+            data = framed(body.more(), chunked, body.done)
+        if response.framing == UNTIL_CLOSE and self.why:
+            raise Ended  # that was not the child's end, but ours
+        if request.old and response.framing < 0:
+            handler.close_connection = True
+        whole = not self.upload or (self.upload.over.is_set() and not self.upload.broken)
+        self.let_go(response.reusable and whole)
+
+    def deliver(self, data: Piece) -> None:
+        """Sends to the client; Lost if it is gone or takes nothing. A slow one is waited for."""
+        sock = self.handler.sock
+        try:
+            sent = sock.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            raise Lost from None
+        if sent == len(data):
+            return
+        with self.guard:
+            if self.why:
+                raise Lost
+            self.stuck = True
+        try:
+            self.handler.wire.send(memoryview(data)[sent:])
+        except (Ended, Stalled):
+            raise Lost from None
+        finally:
+            self.stuck = False
+
+    def fail(self, error: Exception) -> None:
+        """Tells the client that there is no answer, or no more of it."""
+        handler, upload = self.handler, self.upload
+        if handler.gone:
+            handler.close_connection = True
+        elif upload and upload.fault and not self.response:
+            fault = upload.fault
+            if isinstance(fault, Malformed):
+                handler.refuse(fault.status, str(fault))
+            elif isinstance(fault, Stalled):
+                handler.refuse(408, "the request's body does not come")
+            else:
+                handler.close_connection = True
+        elif self.response:
+            self.abort()
+        else:
+            name = self.run.config.name
+            reason = (
+                error.strerror if isinstance(error, OSError)
+                else f"it sent a malformed answer ({error})" if isinstance(error, Malformed)
+                else "it closed the connection without an answer" if isinstance(error, Ended)
+                else "it does not take the request"
+            )
+            page = (
+                trouble_page(503, f"model not loaded: {self.why}", "unavailable_error", 10)
+                if self.why
+                else trouble_page(502, f"{name} gave no answer: {reason}", "upstream_error")
+            )
+            if upload:
+                handler.close_connection = True
+                handler.server.count(page.status)
+                handler.wire.send(page.message(True, self.request.method == b"HEAD"))
+            else:
+                handler.reply(self.request, self.body, page)
+
+    def abort(self) -> None:
+        """Ends a response visibly before its end: no last chunk, or too few bytes, or a reset."""
+        handler, response = self.handler, self.response
+        handler.close_connection = True
+        assert response
+        if self.why and response.framing < 0 and not self.request.old and response.is_events():
+            event = json.dumps(trouble_object(503, self.why, "unavailable_error"))
+            self.why = ""  # deliver() refuses an exchange that has been cut
+            try:
+                self.deliver(framed([b"data: " + event.encode() + b"\n\n"], True, False))
+            except Lost:
+                return
+        elif response.framing < 0:
+            # Where the end of the connection is the end of the body, only a reset is no end.
+            handler.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def end_upload(self) -> None:
+        """Waits for the upload's thread, which uses the client's socket."""
+        upload, handler = self.upload, self.handler
+        if not upload or upload.over.is_set():
+            return
+        handler.close_connection = True
+        upload.broken = True  # it only reads on, so that no reset overtakes our answer
+        shut(handler.sock, socket.SHUT_WR)
+        if not upload.over.wait(2.0):
+            shut(handler.sock)
+            upload.over.wait()
+
+
+class Upload:
+    """A request's body on its way up, in a thread of its own: it had not arrived with the head.
+
+    So a response may begin before the request has ended, and neither direction blocks the other.
+    """
+
+    def __init__(self, exchange: Exchange, body: Body, limit: float) -> None:
+        assert exchange.upstream
+        self.exchange = exchange
+        self.body = body
+        self.limit = limit
+        self.wire = exchange.upstream.wire
+        self.over = threading.Event()
+        self.fault: Exception | None = None  # the client's
+        self.broken = False  # the child takes no more
+
+    def run(self) -> None:
+        body, chunked = self.body, self.body.framing == CHUNKED
+        try:
+            self.exchange.handler.set_limit(self.limit)
+            self.send(framed(body.arrived(), chunked, body.done))
+            while not body.done:
+                self.send(framed(body.more(), chunked, body.done))
+            self.exchange.handler.set_limit(Handler.IDLE_TIME)
+        except (Malformed, Ended, Stalled) as fault:
+            self.fault = fault
+            self.exchange.cut("the request ended early")
+        finally:
+            self.over.set()
+
+    def send(self, data: Piece) -> None:
+        if not data or self.broken:
+            return
+        try:
+            self.wire.send(data)
+        except Ended:
+            self.broken = True  # it may have answered before it closed, which the handler sees
+        except Stalled:
+            self.broken = True
+            self.exchange.cut("the child does not take the request")
+
+
+class Front(http.server.ThreadingHTTPServer):
+    """Accepts clients and gives each a thread. A thread that has become idle takes the next one."""
+
+    request_queue_size = 1024
+    IDLE_THREAD_TIME = 10.0  # seconds; starting a thread costs more than a small request
+    TURNED_AWAY = 32  # clients over the limit that are told so at the same time
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.supervisor = supervisor
+        self.watcher = supervisor.watcher
+        self.handlers: set[Handler] = set()
+        self.closing = False
+        self.connections = 0
+        self.guard = threading.Lock()
+        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.idle = threading.Semaphore(0)
+        self.refusals = threading.Semaphore(self.TURNED_AWAY)
+        self.answers: collections.Counter[int] = collections.Counter()
+        host, port = supervisor.config.listen
+        if ":" in host or (not host and socket.has_dualstack_ipv6()):
+            self.address_family = socket.AF_INET6
+        super().__init__((host or ("::" if self.address_family == socket.AF_INET6 else ""), port),
+                         Handler)
+
+    def server_bind(self) -> None:
+        """Binds, without http.server's look-up of our own name: that takes seconds without DNS."""
+        if self.address_family == socket.AF_INET6:
+            everywhere = int(bool(self.supervisor.config.listen[0]))
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, everywhere)
+        options = (
+            # A client that vanishes without a word is found out in half a minute.
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+            (socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(Handler.HEAD_TIME)),
+            (socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(Handler.STALL_TIME)),
+        )
+        for level, option, value in options:
+            self.socket.setsockopt(level, option, value)  # accepted sockets inherit them (tcp(7))
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.supervisor.config.listen
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """accept(2); with a pause where descriptors have run out, or it would fail in a loop."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                time.sleep(0.05)
+            raise  # socketserver goes on with the next one
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self.guard:
+            room = self.connections < self.supervisor.config.max_connections
+            self.connections += room
+        if room:
+            self.run(lambda: self.serve(request, client_address))
+        elif self.refusals.acquire(blocking=False):
+            self.run(lambda: self.turn_away(request))
+        else:
+            request.close()
+
+    def serve(self, request: Any, client_address: Any) -> None:
+        try:
+            self.process_request_thread(request, client_address)
+        finally:
+            with self.guard:
+                self.connections -= 1
+
+    def turn_away(self, request: socket.socket) -> None:
+        wire = Wire(request)
+        try:
+            page = trouble_page(503, "too many connections", "unavailable_error", 5)
+            wire.send(page.message(True, False))
+            linger(wire)
+        except (Ended, Stalled):
+            return  # it has gone by itself
+        finally:
+            request.close()
+            self.refusals.release()
+
+    def shutdown_request(self, request: Any) -> None:
+        """Only closes: an end before the close would make a clean end of an aborted response."""
+        self.close_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.exception("a fault of mavgpud in serving %s", client_address[0])
+
+    # Threads
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Runs `job` in an idle thread or a new one."""
+        if self.idle.acquire(blocking=False):
+            self.jobs.put(job)
+        else:
+            threading.Thread(target=self.work, args=(job,), name="handler", daemon=True).start()
+
+    def work(self, job: Callable[[], None] | None) -> None:
+        while job:
+            job()
+            self.idle.release()
+            try:
+                job = self.jobs.get(timeout=self.IDLE_THREAD_TIME)
+            except queue.Empty:
+                # Somebody may have counted on this thread just now: then its job is on the way.
+                job = None if self.idle.acquire(blocking=False) else self.jobs.get()
+
+    def count(self, status: int) -> None:
+        with self.guard:
+            self.answers[status // 100] += 1
+
+    def close_listener(self) -> None:
+        """Takes no more connections and ends the idle ones; what is in flight goes on."""
+        self.closing = True
+        threading.Thread(target=self.shutdown, daemon=True).start()
+        shut(self.socket)
+        for handler in list(self.handlers):
+            if handler.idle:
+                shut(handler.sock, socket.SHUT_RD)
+            waiter = handler.waiter
+            if waiter:
+                waiter.set()
+
+
+# ---- status --------------------------------------------------------------------------------------
+
+
+class Page(NamedTuple):
+    """An answer of our own."""
+
+    status: int
+    body: bytes
+    kind: str
+    retry: int = 0  # seconds, for Retry-After
+
+    def message(self, close: bool, head_only: bool) -> bytes:
+        lines = [
+            f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}",
+            f"Content-Type: {self.kind}",
+            f"Content-Length: {len(self.body)}",
+        ]
+        lines += [f"Retry-After: {self.retry}"] if self.retry else []
+        lines += ["Connection: close"] if close else []
+        head = "\r\n".join(lines) + "\r\n\r\n"
+        return head.encode() + (b"" if head_only else self.body)
+
+
+def trouble_object(status: int, what: str, kind: str) -> dict[str, Any]:
+    """An error in the form that llama-server has for it."""
+    return {"error": {"code": status, "message": what, "type": kind}}
+
+
+def trouble_page(status: int, what: str, kind: str, retry: int = 0) -> Page:
+    """The page for an error."""
+    return Page(status, json.dumps(trouble_object(status, what, kind)).encode(), "application/json",
+                retry)
+
+
+HEALTHY = Page(200, b'{"status":"ok"}', "application/json")
+
+
+def not_loaded(child: Child) -> Page:
+    """The answer for a child that is not ready."""
+    return trouble_page(503, f"model not loaded: {child.reason}", "unavailable_error", child.retry)
+
+
+def local_page(supervisor: Supervisor, path: bytes) -> Page | None:
+    """What is answered here, at no cost to the card: /health, /health/NAME and /mavgpud/."""
+    if path.startswith(b"/mavgpud"):
+        return None
+    name = path[len(b"/health/") :].decode("latin-1") or "llama"
+    for child in supervisor.children:
+        if child.name == name:
+            return HEALTHY if child.run and child.run.ready else not_loaded(child)
+    return trouble_page(404, f"there is no child named {name}", "not_found_error")
+
+
+# ---- systemd -------------------------------------------------------------------------------------
+
+
+class Systemd:
+    """sd_notify(3): what systemd is told, if it asked to be."""
+
+    def __init__(self) -> None:
+        self.address = os.environ.get("NOTIFY_SOCKET", "")
+        if self.address.startswith("@"):
+            self.address = "\0" + self.address[1:]
+        watchdog = int(os.environ.get("WATCHDOG_USEC", "0")) / 1e6
+        ours = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        self.interval = watchdog / 2 if watchdog and ours else NEVER  # seconds between two signs
+        self.last_sign = -NEVER
+        self.status = ""
+
+    def say(self, *lines: str) -> None:
+        if self.address:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+                try:
+                    sock.sendto("\n".join(lines).encode(), self.address)
+                except OSError as error:
+                    log.warning("systemd cannot be told %s: %s", lines[0], error)
+
+    def pass_done(self, now: float, sentence: str, closing: bool) -> None:
+        """The poll loop lives; and what it has to say."""
+        lines = []
+        if now - self.last_sign >= self.interval / 2:
+            lines.append("WATCHDOG=1")
+            self.last_sign = now
+        if sentence != self.status:
+            lines.append("STATUS=" + sentence)
+            self.status = sentence
+        if closing:
+            lines.append("EXTEND_TIMEOUT_USEC=10000000")
+        if lines:
+            self.say(*lines)
+
+
+class Priority(logging.Formatter):
+    """journald's <N> before each line, where standard error is the journal (sd-daemon(3))."""
+
+    LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = self.LEVELS.get(record.levelno, 2)
+        lines: list[str] = super().format(record).splitlines()
+        return "\n".join(f"<{level}>{line}" for line in lines)
+
+
+def set_up_log() -> None:
+    """Logs to standard error, with the time unless the journal adds it."""
+    handler = logging.StreamHandler()
+    there = os.fstat(2)
+    if os.environ.get("JOURNAL_STREAM") == f"{there.st_dev}:{there.st_ino}":
+        handler.setFormatter(Priority("%(message)s"))
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s mavgpud: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+
+
+# ---- main ----------------------------------------------------------------------------------------
+
+EX_CONFIG = 78  # sysexits.h; the unit does not restart after it
+
+DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="mavgpud", description="Keeps llama-server on the card while nobody else wants it."
+    )
+    parser.add_argument("--config", "-config", metavar="FILE", default="/etc/mavgpud.json",
+                        help="configuration (default: %(default)s)")
+    parser.add_argument("--version", action="version", version=f"mavgpud {VERSION}")
+    options = parser.parse_args()
+    set_up_log()
+    try:
+        config = load_config(options.config)
+        if config.drm_device == "auto":
+            pick_card(DRM)
+    except Unknown as trouble:
+        log.warning("%s yet, looking on", trouble)  # the driver may still be loading
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            log.error("%s", line)
+        return EX_CONFIG
+
+    # Two descriptors per connection; select(2) is not used here, so a high limit does no harm.
+    _, hard = DESCRIPTORS
+    wanted = 4 * config.max_connections + 256
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, DESCRIPTORS[0]), hard))
+    threading.stack_size(256 * 1024)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda *_: None)  # the watcher reads them from the wake-up descriptor
+
+    supervisor = Supervisor(options.config, config)
+    host, port = config.listen
+    try:
+        front = supervisor.front = Front(supervisor)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        log.error("%s: listen: %s:%d cannot be bound: %s", options.config, host, port, reason)
+        return 1
+    log.info("listening on %s:%d, model %s", host, port, config.children[0].bin)
+    supervisor.watcher.start()
+    threading.Thread(target=front.serve_forever, name="accept", daemon=True).start()
+    supervisor.systemd.say("READY=1")
+    supervisor.loop.start()
+    supervisor.loop.join()
+    return supervisor.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -35,6 +35,7 @@ import collections
 import errno
 import fcntl
 import fnmatch
+import functools
 import http.client
 import http.server
 import json
@@ -1858,13 +1859,13 @@ MAX_CHUNK_LINE = 4096  # bytes of a chunk's size line
 MAX_TRAILERS = 64 * 1024  # bytes of a trailer section
 MAX_INTERIM = 32  # 1xx responses before the final one
 
-# RFC 9110 5.6.2 (token) and 5.5 (field value, obs-text included), RFC 9112 2 to 5. One regular
-# expression checks a whole head: nothing that fails it is ever looked at further.
+# RFC 9110 5.6.2 (token) and 5.5 (field value, obs-text included), RFC 9112 2 to 5: what does not
+# match is not looked at any further.
 TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
-REQUEST_LINE = re.compile(rb"(" + TOKEN + rb") ([\x21-\x7e\x80-\xff]+) HTTP/1\.([0-9])\r\n")
-OTHER_VERSION = re.compile(rb"[^ \r\n]+ [^ \r\n]+ HTTP/[02-9]\.[0-9]\r\n")
-STATUS_LINE = re.compile(rb"HTTP/1\.([0-9]) ([1-5][0-9][0-9])(?: ([\t\x20-\x7e\x80-\xff]*))?\r\n")
-FIELDS = re.compile(rb"(?:" + TOKEN + rb":[\t\x20-\x7e\x80-\xff]*\r\n)*\r\n")
+REQUEST_LINE = re.compile(rb"(" + TOKEN + rb") ([\x21-\x7e\x80-\xff]+) HTTP/1\.([0-9])")
+OTHER_VERSION = re.compile(rb"[^ ]+ [^ ]+ HTTP/[02-9]\.[0-9]")
+STATUS_LINE = re.compile(rb"HTTP/1\.([0-9]) ([1-5][0-9][0-9])(?: ([\t\x20-\x7e\x80-\xff]*))?")
+FIELD = re.compile(rb"(" + TOKEN + rb"):([\t\x20-\x7e\x80-\xff]*)")
 LENGTH = re.compile(rb"[0-9]{1,18}")
 HOST = re.compile(
     rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]{0,5})?"
@@ -1883,6 +1884,7 @@ HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate",
      b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade")
 )
+CONNECTION_OPTIONS = HOP_BY_HOP | {b"close", b""}  # those that nominate no other field
 UNDERSTOOD = HOP_BY_HOP | {b"content-length"}
 UNDERSTOOD_IN_REQUEST = UNDERSTOOD | {b"host", b"expect", b"x-forwarded-for"}
 
@@ -1908,34 +1910,44 @@ class Stalled(Exception):
 Known = dict[bytes, list[bytes]]
 
 
-def split_fields(block: bytes, understood: frozenset[bytes]) -> tuple[list[bytes], Known]:
-    """The field lines to pass on, and the values of those that we understand (by lower-case name).
+@functools.lru_cache(maxsize=1024)
+def field_of(line: bytes) -> tuple[bytes, bytes]:
+    """The lower-case name and the value of a field line, without its line end. Malformed (400).
 
-    Malformed (400) unless every line is a field. Fields that Connection nominates go with their
-    connection, but for those whose loss would change what the message means.
+    Cached, since the same clients send the same few lines with every request, and a regular
+    expression costs more than all the rest of reading a line.
     """
-    if not FIELDS.fullmatch(block):
+    match = FIELD.fullmatch(line)
+    if not match:
         raise Malformed(400, "malformed header field")
-    lines = block[:-4].split(b"\r\n") if len(block) > 2 else []
+    return match[1].lower(), match[2].strip(b" \t")
+
+
+def split_head(head: bytes, understood: frozenset[bytes]) -> tuple[bytes, list[bytes], Known]:
+    """The first line of a head, the field lines to pass on, and the values of those understood.
+
+    Fields that Connection nominates end with their connection, but for those that say what the
+    message is. Malformed unless every line is a field.
+    """
+    first, *lines = head[:-4].split(b"\r\n")
     if len(lines) > MAX_FIELDS:
         raise Malformed(431, f"more than {MAX_FIELDS} header fields")
-    kept, known = [], Known()
+    kept = []
+    known = Known()
     for line in lines:
-        name, _, value = line.partition(b":")
-        name = name.lower()
-        if name in understood:
-            known.setdefault(name, []).append(value.strip(b" \t"))
-        else:
+        name, value = field_of(line) if len(line) < 256 else field_of.__wrapped__(line)
+        if name not in understood:
             kept.append(line)
+        elif name in known:
+            known[name].append(value)
+        else:
+            known[name] = [value]
     if b"connection" in known:
-        tokens = known[b"connection"] = [
-            token.strip(b" \t").lower()
-            for value in known[b"connection"]
-            for token in value.split(b",")
-        ]
-        nominated = set(tokens)
-        kept = [line for line in kept if line.partition(b":")[0].lower() not in nominated]
-    return kept, known
+        tokens = b",".join(known[b"connection"]).lower().split(b",")
+        known[b"connection"] = tokens = [token.strip(b" \t") for token in tokens]
+        if not CONNECTION_OPTIONS.issuperset(tokens):
+            kept = [line for line in kept if line.partition(b":")[0].lower() not in tokens]
+    return first, kept, known
 
 
 def framing(known: Known, otherwise: int) -> int:
@@ -1961,38 +1973,34 @@ class Request:
     """The head of a request, checked. Malformed says why it is refused."""
 
     __slots__ = (
-        "method", "target", "old", "kept", "known", "framing", "close", "expects", "upgrade",
+        "method", "target", "old", "kept", "known", "framing", "close", "upgrade",
     )
 
     def __init__(self, head: bytes) -> None:
-        match = REQUEST_LINE.match(head)
-        if not match:
-            raise bad_request_line(head)
-        self.method, self.target, minor = match.groups()
-        self.kept, self.known = split_fields(head[match.end() :], UNDERSTOOD_IN_REQUEST)
+        line, self.kept, self.known = split_head(head, UNDERSTOOD_IN_REQUEST)
+        self.method, self.target, minor = request_line(line)
+        known = self.known
         self.old = minor == b"0"
-        if self.method in (b"CONNECT", b"TRACE"):
-            raise Malformed(405, f"{self.method.decode()} is not served here")
-        hosts = self.known.get(b"host", [])
+        hosts = known.get(b"host", [])
         if len(hosts) != 1 and not (self.old and not hosts):
             raise Malformed(400, "not exactly one Host")
-        if self.target[:1] != b"/":
-            hosts = self.absolute_form(hosts)
+        if not self.target.startswith(b"/"):
+            known[b"host"] = hosts = self.absolute_form(hosts)
         if hosts and not HOST.fullmatch(hosts[0]):
             raise Malformed(400, "malformed Host")
-        if self.old and b"transfer-encoding" in self.known:
+        if self.old and b"transfer-encoding" in known:
             raise Malformed(400, "Transfer-Encoding in HTTP/1.0")
-        self.known[b"host"] = hosts
-        self.framing = framing(self.known, 0)
-        connection = self.known.get(b"connection", ())
-        self.close = self.old or b"close" in connection
-        self.expects = not self.old and b"100-continue" in map(
-            bytes.lower, self.known.get(b"expect", ())
-        )
+        self.framing = framing(known, 0)
+        options = known.get(b"connection", ())
+        self.close = self.old or b"close" in options
         # Nothing but websocket: with h2c, requests could be smuggled past us.
-        self.upgrade = b"upgrade" in connection and [
-            value.lower() for value in self.known.get(b"upgrade", ())
-        ] == [b"websocket"] and self.framing == 0
+        self.upgrade = b"upgrade" in options and self.framing == 0 and [
+            value.lower() for value in known.get(b"upgrade", ())
+        ] == [b"websocket"]
+
+    def expects(self) -> bool:
+        """Whether the client waits for a 100 (Continue) before it sends the body."""
+        return b"100-continue" in map(bytes.lower, self.known.get(b"expect", ()))
 
     def absolute_form(self, hosts: list[bytes]) -> list[bytes]:
         """RFC 9112 3.2.2: the authority of an absolute target overrides Host. 3.2.4: OPTIONS *."""
@@ -2005,30 +2013,36 @@ class Request:
             return hosts
         raise Malformed(400, "malformed request target")
 
-    def upstream_head(self, client: str) -> bytes:
+    def upstream_head(self, client: bytes) -> bytes:
         """The head as the child gets it; `client` is whom it came from, for X-Forwarded-For."""
         known = self.known
-        lines = [self.method + b" " + self.target + b" HTTP/1.1"]
-        lines += [b"Host: " + host for host in known[b"host"]] or [b"Host: "]
-        lines += self.kept
+        host = known[b"host"][0] if b"host" in known else b""
+        lines = [b"%s %s HTTP/1.1\r\nHost: %s" % (self.method, self.target, host), *self.kept]
         if self.framing == CHUNKED:
             lines.append(b"Transfer-Encoding: chunked")
         elif b"content-length" in known:
             lines.append(b"Content-Length: " + known[b"content-length"][0])
-        if not self.old and b"expect" in known:
+        if b"expect" in known and not self.old:
             lines += [b"Expect: " + value for value in known[b"expect"]]
         if self.upgrade:
             lines += [b"Connection: Upgrade", b"Upgrade: " + known[b"upgrade"][0]]
-        forwarded = known.get(b"x-forwarded-for", []) + [client.encode()]
+        forwarded = [*known.get(b"x-forwarded-for", ()), client]
         lines.append(b"X-Forwarded-For: " + b", ".join(forwarded))
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-def bad_request_line(head: bytes) -> Malformed:
-    """What is wrong with a head that does not begin with a request line."""
-    if OTHER_VERSION.match(head):
-        return Malformed(505, "only HTTP/1.0 and HTTP/1.1 are served here")
-    return Malformed(400, "malformed request line")
+@functools.lru_cache(maxsize=256)
+def request_line(line: bytes) -> tuple[bytes, bytes, bytes]:
+    """Method, target and minor version of a request line. Malformed (400, 405, 505)."""
+    match = REQUEST_LINE.fullmatch(line)
+    if not match:
+        if OTHER_VERSION.fullmatch(line):
+            raise Malformed(505, "only HTTP/1.0 and HTTP/1.1 are served here")
+        raise Malformed(400, "malformed request line")
+    method, target, minor = match.groups()
+    if method in (b"CONNECT", b"TRACE"):
+        raise Malformed(405, f"{method.decode()} is not served here")
+    return method, target, minor
 
 
 class Response:
@@ -2037,12 +2051,12 @@ class Response:
     __slots__ = ("status", "reason", "kept", "known", "framing", "reusable")
 
     def __init__(self, head: bytes, method: bytes) -> None:
-        match = STATUS_LINE.match(head)
+        line, self.kept, self.known = split_head(head, UNDERSTOOD)
+        match = STATUS_LINE.fullmatch(line)
         if not match:
             raise Malformed(502, "malformed status line")
         self.status = int(match[2])
         self.reason = match[3] or b""
-        self.kept, self.known = split_fields(head[match.end() :], UNDERSTOOD)
         length = framing(self.known, UNTIL_CLOSE)
         bodiless = method == b"HEAD" or self.status < 200 or self.status in (204, 304)
         self.framing = 0 if bodiless else length
@@ -2248,8 +2262,10 @@ class Body:
             if len(block) > MAX_TRAILERS:
                 raise Malformed(431, "trailers of more than 64 KiB")
             return -1
-        if not FIELDS.fullmatch(block, 0, stop) or stop > MAX_TRAILERS:
-            raise Malformed(400, "malformed trailers")
+        if stop > MAX_TRAILERS:
+            raise Malformed(431, "trailers of more than 64 KiB")
+        for line in block[: stop - 4].split(b"\r\n") if stop > 2 else ():
+            field_of.__wrapped__(line)
         return at + stop
 
 
@@ -2260,6 +2276,9 @@ def framed(pieces: list[Piece], chunked: bool, last: bool) -> Piece:
     size = sum(map(len, pieces))
     ends = b"0\r\n\r\n" if last else b""
     return b"".join((b"%x\r\n" % size, *pieces, b"\r\n", ends)) if size else ends
+
+
+PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # the enum's own operator takes microseconds
 
 
 class Upstream(http.client.HTTPConnection):
@@ -2280,7 +2299,7 @@ class Upstream(http.client.HTTPConnection):
         """Whether it is open and without a stray byte, which the next answer would begin with."""
         self.fresh = False
         try:
-            self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            self.sock.recv(1, PEEK)
         except BlockingIOError:
             return self.wire.start == self.wire.end
         except OSError:
@@ -2350,15 +2369,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.waiter: threading.Event | None = None
         self.gone = False  # the client has closed or reset its connection
         self.idle = True  # between two requests
+        self.answers = [0] * 6  # by the first digit of their status; added up by the front
         self.limit = self.HEAD_TIME  # the listener gives it to its sockets
         host: str = self.client_address[0]
-        self.client = host[7:] if host.startswith("::ffff:") else host
+        self.client = (host[7:] if host.startswith("::ffff:") else host).encode()
         self.server.handlers.add(self)
         self.server.watcher.add(self.sock.fileno(), select.EPOLLRDHUP, self.client_left)
 
     def finish(self) -> None:
         self.server.watcher.remove(self.sock.fileno())
         self.server.handlers.discard(self)
+        self.server.add_answers(self.answers)
 
     def client_left(self) -> None:
         """Called by the watcher: nobody wants the answer any more, so the child need not go on."""
@@ -2419,11 +2440,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 wire.start += 2
                 blank += 1
             begun = bytes(wire.view[wire.start : wire.end])
-            line, ends, _ = begun.partition(b"\n")
+            line, ends, _ = begun.partition(b"\r\n")
             if len(line) > MAX_LINE:
                 raise Malformed(414, f"request line of more than {MAX_LINE} bytes")
-            if ends and not REQUEST_LINE.fullmatch(line + ends):
-                raise bad_request_line(begun)
+            if ends:
+                request_line(line)
             head = wire.head()
             if head:
                 return head
@@ -2512,7 +2533,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body.arrived()
         self.close_connection |= not body.done
         data = page.message(self.close_connection, request.method == b"HEAD")
-        self.server.count(page.status)
+        self.answers[page.status // 100] += 1
         self.wire.send(data)
         if not body.done:
             linger(self.wire)
@@ -2520,7 +2541,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def refuse(self, status: int, what: str) -> None:
         """Answers a request that cannot be served, and closes."""
         self.close_connection = True
-        self.server.count(status)
+        self.answers[status // 100] += 1
         try:
             self.wire.send(trouble_page(status, what, "invalid_request_error").message(True, False))
         except (Ended, Stalled):
@@ -2598,7 +2619,7 @@ class Exchange:
             interim += 1
             if interim > MAX_INTERIM:
                 raise Malformed(502, "no end of interim responses")
-            if not request.old and (response.status != 100 or request.expects):
+            if not request.old and (response.status != 100 or request.expects()):
                 self.deliver(response.client_head(request, False))
             assert self.upstream
             response = self.upstream.response(request.method)
@@ -2656,7 +2677,7 @@ class Exchange:
             handler.close_connection = True  # an answer before the request has ended
         chunked = response.framing < 0 and not request.old and response.status != 101
         head = response.client_head(request, handler.close_connection)
-        handler.server.count(response.status)
+        handler.answers[response.status // 100] += 1
         data = framed(body.arrived(), chunked, body.done)
         data = b"".join((head, data)) if data else head
         self.response = response
@@ -2725,7 +2746,7 @@ class Exchange:
             )
             if upload:
                 handler.close_connection = True
-                handler.server.count(page.status)
+                handler.answers[page.status // 100] += 1
                 handler.wire.send(page.message(True, self.request.method == b"HEAD"))
             else:
                 handler.reply(self.request, self.body, page)
@@ -2818,7 +2839,7 @@ class Front(http.server.ThreadingHTTPServer):
         self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.idle = threading.Semaphore(0)
         self.refusals = threading.Semaphore(self.TURNED_AWAY)
-        self.answers: collections.Counter[int] = collections.Counter()
+        self.answers = [0] * 6  # of the connections that have ended
         host, port = supervisor.config.listen
         if ":" in host or (not host and socket.has_dualstack_ipv6()):
             self.address_family = socket.AF_INET6
@@ -2910,9 +2931,10 @@ class Front(http.server.ThreadingHTTPServer):
                 # Somebody may have counted on this thread just now: then its job is on the way.
                 job = None if self.idle.acquire(blocking=False) else self.jobs.get()
 
-    def count(self, status: int) -> None:
+    def add_answers(self, answers: list[int]) -> None:
+        """Adds what a connection has counted that now ends."""
         with self.guard:
-            self.answers[status // 100] += 1
+            self.answers = [total + count for total, count in zip(self.answers, answers)]
 
     def close_listener(self) -> None:
         """Takes no more connections and ends the idle ones; what is in flight goes on."""

@@ -1866,7 +1866,6 @@ REQUEST_LINE = re.compile(rb"(" + TOKEN + rb") ([\x21-\x7e\x80-\xff]+) HTTP/1\.(
 OTHER_VERSION = re.compile(rb"[^ ]+ [^ ]+ HTTP/[02-9]\.[0-9]")
 STATUS_LINE = re.compile(rb"HTTP/1\.([0-9]) ([1-5][0-9][0-9])(?: ([\t\x20-\x7e\x80-\xff]*))?")
 FIELD = re.compile(rb"(" + TOKEN + rb"):([\t\x20-\x7e\x80-\xff]*)")
-LENGTH = re.compile(rb"[0-9]{1,18}")
 HOST = re.compile(
     rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]{0,5})?"
 )
@@ -1963,7 +1962,7 @@ def framing(known: Known, otherwise: int) -> int:
             raise Malformed(400, "a Transfer-Encoding other than chunked")
         return CHUNKED
     if lengths:
-        if len(lengths) != 1 or not LENGTH.fullmatch(lengths[0]):
+        if len(lengths) != 1 or not lengths[0].isdigit() or len(lengths[0]) > 18:
             raise Malformed(400, "malformed Content-Length")
         return int(lengths[0])
     return otherwise
@@ -1986,8 +1985,8 @@ class Request:
             raise Malformed(400, "not exactly one Host")
         if not self.target.startswith(b"/"):
             known[b"host"] = hosts = self.absolute_form(hosts)
-        if hosts and not HOST.fullmatch(hosts[0]):
-            raise Malformed(400, "malformed Host")
+        if hosts:
+            check_host(hosts[0])
         if self.old and b"transfer-encoding" in known:
             raise Malformed(400, "Transfer-Encoding in HTTP/1.0")
         self.framing = framing(known, 0)
@@ -2032,6 +2031,13 @@ class Request:
 
 
 @functools.lru_cache(maxsize=256)
+def check_host(host: bytes) -> None:
+    """Malformed (400) unless it is `uri-host [":" port]` (RFC 9110 7.2)."""
+    if not HOST.fullmatch(host):
+        raise Malformed(400, "malformed Host")
+
+
+@functools.lru_cache(maxsize=256)
 def request_line(line: bytes) -> tuple[bytes, bytes, bytes]:
     """Method, target and minor version of a request line. Malformed (400, 405, 505)."""
     match = REQUEST_LINE.fullmatch(line)
@@ -2045,6 +2051,15 @@ def request_line(line: bytes) -> tuple[bytes, bytes, bytes]:
     return method, target, minor
 
 
+@functools.lru_cache(maxsize=256)
+def status_line(line: bytes) -> tuple[bytes, int, bytes]:
+    """Minor version, status and reason of a status line. Malformed (502)."""
+    match = STATUS_LINE.fullmatch(line)
+    if not match:
+        raise Malformed(502, "malformed status line")
+    return match[1], int(match[2]), match[3] or b""
+
+
 class Response:
     """The head of a child's response, checked. Malformed if it is none."""
 
@@ -2052,17 +2067,13 @@ class Response:
 
     def __init__(self, head: bytes, method: bytes) -> None:
         line, self.kept, self.known = split_head(head, UNDERSTOOD)
-        match = STATUS_LINE.fullmatch(line)
-        if not match:
-            raise Malformed(502, "malformed status line")
-        self.status = int(match[2])
-        self.reason = match[3] or b""
+        minor, self.status, self.reason = status_line(line)
         length = framing(self.known, UNTIL_CLOSE)
         bodiless = method == b"HEAD" or self.status < 200 or self.status in (204, 304)
         self.framing = 0 if bodiless else length
         # llama-server closes after every chunked response, whatever it has announced.
         self.reusable = (
-            match[1] == b"1"
+            minor == b"1"
             and b"close" not in self.known.get(b"connection", ())
             and self.status >= 200
             and self.framing >= 0

@@ -55,8 +55,8 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple, Union
 
@@ -93,8 +93,7 @@ class ConfigError(Exception):
     """The configuration cannot be used; the text has one line per fault."""
 
 
-@dataclass(frozen=True)
-class ChildConfig:
+class ChildConfig(NamedTuple):
     """One process to keep on the card. Durations in seconds, sizes in bytes."""
 
     name: str
@@ -116,8 +115,7 @@ class ChildConfig:
         return (self.bin, self.args, sorted(self.env.items()), self.addr)
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """The file, checked. Durations in seconds, sizes in bytes."""
 
     listen: Address
@@ -394,7 +392,7 @@ def load_config(source: str) -> Config:
         passive_paths=frozenset(top["passive_paths"]),
         **{
             key: top[key]
-            for key in Config.__dataclass_fields__
+            for key in Config._fields
             if key not in ("children", "passive_paths")
         },
     )
@@ -1306,8 +1304,7 @@ def taken(addr: Address | None) -> bool:
 # ---- the decision --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ChildSeen:
+class ChildSeen(NamedTuple):
     """A child as one poll finds it."""
 
     name: str
@@ -1319,8 +1316,7 @@ class ChildSeen:
     held: tuple[str, str] | None = None  # why it must not be started now, (kind, words)
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """All that a decision is made from."""
 
     tick: bool  # a regular poll, which counts for the streaks, or a pass in between
@@ -1332,23 +1328,21 @@ class Seen:
     free: int | None = None  # bytes of VRAM; None: unknown
 
 
-@dataclass(frozen=True)
-class Streaks:
+class Streaks(NamedTuple):
     """For how many polls in a row the card has been wanted by others, or clear."""
 
     contended: int = 0
     clear: int = 0
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """What to do now, and for each child that is not to run, why (kind, words)."""
 
     streaks: Streaks
     yield_to: str = ""
     unload: tuple[str, ...] = ()
     start: str = ""
-    why: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    why: Mapping[str, tuple[str, str]] = types.MappingProxyType({})
 
 
 def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Decision:
@@ -2896,6 +2890,16 @@ class Front(http.server.ThreadingHTTPServer):
             self.run(lambda: self.turn_away(request))
         else:
             request.close()
+
+    def serve_forever(self, poll_interval: float = 0.5) -> None:
+        """Accepts, on one CPU, which the threads started from here inherit.
+
+        Threads of Python do not run at the same time anyway. On several CPUs each of their many
+        hand-overs of the interpreter lock wakes another CPU: twice the work for a third of the
+        requests. The poll loop, and so the children, are not concerned.
+        """
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        super().serve_forever(poll_interval)
 
     def serve(self, request: Any, client_address: Any) -> None:
         try:

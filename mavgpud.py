@@ -1903,13 +1903,8 @@ class Stalled(Exception):
 Known = dict[bytes, list[bytes]]
 
 
-@functools.lru_cache(maxsize=1024)
 def field_of(line: bytes) -> tuple[bytes, bytes]:
-    """The lower-case name and the value of a field line, without its line end. Malformed (400).
-
-    Cached, since the same clients send the same few lines with every request, and a regular
-    expression costs more than all the rest of reading a line.
-    """
+    """The lower-case name and the value of a field line, without its line end. Malformed (400)."""
     match = FIELD.fullmatch(line)
     if not match:
         raise Malformed(400, "malformed header field")
@@ -1928,7 +1923,7 @@ def split_head(head: bytes, understood: frozenset[bytes]) -> tuple[bytes, list[b
     kept = []
     known = Known()
     for line in lines:
-        name, value = field_of(line) if len(line) < 256 else field_of.__wrapped__(line)
+        name, value = field_of(line)
         if name not in understood:
             kept.append(line)
         elif name in known:
@@ -1963,7 +1958,7 @@ def framing(known: Known, otherwise: int) -> int:
 
 
 class Request:
-    """The head of a request, checked. Malformed says why it is refused."""
+    """The head of a request, checked; never changed. Malformed says why it is refused."""
 
     __slots__ = (
         "method", "target", "old", "kept", "known", "framing", "close", "upgrade",
@@ -1979,8 +1974,8 @@ class Request:
             raise Malformed(400, "not exactly one Host")
         if not self.target.startswith(b"/"):
             known[b"host"] = hosts = self.absolute_form(hosts)
-        if hosts:
-            check_host(hosts[0])
+        if hosts and not HOST.fullmatch(hosts[0]):
+            raise Malformed(400, "malformed Host")
         if self.old and b"transfer-encoding" in known:
             raise Malformed(400, "Transfer-Encoding in HTTP/1.0")
         self.framing = framing(known, 0)
@@ -2024,14 +2019,6 @@ class Request:
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-@functools.lru_cache(maxsize=256)
-def check_host(host: bytes) -> None:
-    """Malformed (400) unless it is `uri-host [":" port]` (RFC 9110 7.2)."""
-    if not HOST.fullmatch(host):
-        raise Malformed(400, "malformed Host")
-
-
-@functools.lru_cache(maxsize=256)
 def request_line(line: bytes) -> tuple[bytes, bytes, bytes]:
     """Method, target and minor version of a request line. Malformed (400, 405, 505)."""
     match = REQUEST_LINE.fullmatch(line)
@@ -2045,29 +2032,24 @@ def request_line(line: bytes) -> tuple[bytes, bytes, bytes]:
     return method, target, minor
 
 
-@functools.lru_cache(maxsize=256)
-def status_line(line: bytes) -> tuple[bytes, int, bytes]:
-    """Minor version, status and reason of a status line. Malformed (502)."""
-    match = STATUS_LINE.fullmatch(line)
-    if not match:
-        raise Malformed(502, "malformed status line")
-    return match[1], int(match[2]), match[3] or b""
-
-
 class Response:
-    """The head of a child's response, checked. Malformed if it is none."""
+    """The head of a child's response, checked; never changed. Malformed if it is none."""
 
     __slots__ = ("status", "reason", "kept", "known", "framing", "reusable")
 
     def __init__(self, head: bytes, method: bytes) -> None:
         line, self.kept, self.known = split_head(head, UNDERSTOOD)
-        minor, self.status, self.reason = status_line(line)
+        match = STATUS_LINE.fullmatch(line)
+        if not match:
+            raise Malformed(502, "malformed status line")
+        self.status = int(match[2])
+        self.reason = match[3] or b""
         length = framing(self.known, UNTIL_CLOSE)
         bodiless = method == b"HEAD" or self.status < 200 or self.status in (204, 304)
         self.framing = 0 if bodiless else length
         # llama-server closes after every chunked response, whatever it has announced.
         self.reusable = (
-            minor == b"1"
+            match[1] == b"1"
             and b"close" not in self.known.get(b"connection", ())
             and self.status >= 200
             and self.framing >= 0
@@ -2095,6 +2077,13 @@ class Response:
         elif close and self.status >= 200:
             lines.append(b"Connection: close")
         return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+# A client that polls, and llama-server in answering it, send the same head again and again, and to
+# read one costs more than all else that is done for a small request. What is kept is bounded.
+MAX_REMEMBERED = 1024  # bytes of a head
+remembered_request = functools.lru_cache(maxsize=256)(Request)
+remembered_response = functools.lru_cache(maxsize=256)(Response)
 
 
 # ---- the front: one side of an exchange ----------------------------------------------------------
@@ -2270,7 +2259,7 @@ class Body:
         if stop > MAX_TRAILERS:
             raise Malformed(431, "trailers of more than 64 KiB")
         for line in block[: stop - 4].split(b"\r\n") if stop > 2 else ():
-            field_of.__wrapped__(line)
+            field_of(line)
         return at + stop
 
 
@@ -2316,7 +2305,8 @@ class Upstream(http.client.HTTPConnection):
         while True:
             head = self.wire.head()
             if head:
-                return Response(head, method)
+                read = remembered_response if len(head) <= MAX_REMEMBERED else Response
+                return read(head, method)
             if not self.wire.fill():
                 raise Ended
 
@@ -2409,7 +2399,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         try:
             head = self.next_head()
             if head:
-                request = Request(head)
+                read = remembered_request if len(head) <= MAX_REMEMBERED else Request
+                request = read(head)
                 body = Body(self.wire, request.framing)
                 self.close_connection = request.close or self.server.closing
                 self.answer(request, body)
@@ -2421,13 +2412,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def next_head(self) -> bytes | None:
         """The next request's head, None if there is none to come. Malformed, Ended, Stalled."""
         wire = self.wire
-        head = wire.head()
-        if not head and wire.start == wire.end:
+        if wire.start == wire.end:
             self.idle = True
             if self.server.closing or not wire.fill():
                 return None
             self.idle = False
-            head = wire.head()
+        head = wire.head()
         if not head or head.startswith(b"\r\n"):
             wire.start -= len(head or b"")
             head = self.slow_head()
@@ -2619,7 +2609,6 @@ class Exchange:
             if response.status == 101:
                 if not request.upgrade:
                     raise Malformed(502, "an upgrade that was not asked for")
-                response.framing = UNTIL_CLOSE
                 return response
             interim += 1
             if interim > MAX_INTERIM:
@@ -2662,25 +2651,30 @@ class Exchange:
 
     def let_go(self, reusable: bool = False) -> None:
         """Closes the connection to the child, or gives it back to be used again."""
+        if not self.upstream:
+            return
         with self.guard:
             upstream, self.upstream = self.upstream, None
-        if upstream and reusable and not self.why and upstream.wire.start == upstream.wire.end:
+        if reusable and not self.why and upstream.wire.start == upstream.wire.end:
             self.run.pool.give(upstream, time.monotonic())
-        elif upstream:
+        else:
             upstream.close()
 
     def relay(self, response: Response) -> None:
         """Sends the client the response: whatever has arrived in one write, at once."""
         request, handler, upload = self.request, self.handler, self.upload
         assert self.upstream
-        body = Body(self.upstream.wire, response.framing)
-        if response.status == 101:
+        tunnel = response.status == 101
+        length = UNTIL_CLOSE if tunnel else response.framing
+        body = Body(self.upstream.wire, length)
+        if tunnel:
             handler.close_connection = True
             self.upload = Upload(self, Body(handler.wire, UNTIL_CLOSE), 0)
             handler.server.run(self.upload.run)
         elif upload and not upload.over.wait(0.01):
             handler.close_connection = True  # an answer before the request has ended
-        chunked = response.framing < 0 and not request.old and response.status != 101
+        chunked = length < 0 and not request.old and not tunnel
+        handler.close_connection |= length < 0 and not chunked
         head = response.client_head(request, handler.close_connection)
         handler.answers[response.status // 100] += 1
         data = framed(body.arrived(), chunked, body.done)
@@ -2692,10 +2686,8 @@ class Exchange:
             if body.done:
                 break
             data = framed(body.more(), chunked, body.done)
-        if response.framing == UNTIL_CLOSE and self.why:
+        if length == UNTIL_CLOSE and self.why:
             raise Ended  # that was not the child's end, but ours
-        if request.old and response.framing < 0:
-            handler.close_connection = True
         whole = not self.upload or (self.upload.over.is_set() and not self.upload.broken)
         self.let_go(response.reusable and whole)
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -995,7 +996,7 @@ class Run:
     the group cannot belong to anybody else.
     """
 
-    PROBE_TIMEOUT = 2.0  # seconds
+    PROBE_TIME = 2.0  # seconds without an answer
     MISSES = 3  # failed probes in a row that make a ready child not ready
 
     def __init__(self, config: ChildConfig, prefix: list[str], now: float, used: int) -> None:
@@ -1050,13 +1051,14 @@ class Run:
 
     def kill(self, signum: int) -> None:
         """Signals the group, and whoever has left it without leaving the session."""
-        os.killpg(self.pid, signum)  # not gone(): the leader still pins the number
-        for member in session_members(self.pid):
-            if member.group != self.pid:
-                try:
-                    os.kill(member.pid, signum)
-                except ProcessLookupError:
-                    continue  # it was faster
+        others = [m.pid for m in session_members(self.pid) if m.group != self.pid]
+        for pid in [-self.pid, *others]:  # the leader is not reaped, so the numbers are still ours
+            try:
+                os.kill(pid, signum)
+            except ProcessLookupError:
+                continue  # it was faster
+            except PermissionError:
+                log.warning("%s: pid %d may not be signalled", self.config.name, abs(pid))
 
     def cut(self, why: str) -> None:
         """Ends every exchange with this process and every idle connection to it."""
@@ -1068,15 +1070,14 @@ class Run:
     def probe(self) -> bool:
         """One GET of the health path; True for 200."""
         assert self.config.addr
-        host, port = self.config.addr
-        connection = http.client.HTTPConnection(host, port, timeout=self.PROBE_TIMEOUT)
+        request = f"GET {self.config.health} HTTP/1.1\r\nHost: mavgpud\r\nConnection: close\r\n\r\n"
         try:
-            connection.request("GET", self.config.health, headers={"Connection": "close"})
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
+            with contextlib.closing(Upstream(self.config.addr)) as upstream:
+                upstream.wire.limit(self.PROBE_TIME)
+                upstream.wire.send(request.encode())
+                return upstream.response(b"GET").status == 200
+        except (OSError, Ended, Stalled, Malformed):
             return False
-        finally:
-            connection.close()
 
     def watch_health(self, tell: Callable[[], None]) -> None:
         """Probes until the run is over: every 100 ms while loading, then once a second."""
@@ -1155,7 +1156,7 @@ class Child:
         self.run: Run | None = None
         self.since = time.monotonic()
         self.deadline = NEVER  # of the state, or of the phase of stopping
-        self.phase = 0  # while stopping: index in PHASES
+        self.phase = 0  # of stopping: 0 connections cut, 1 SIGTERM sent, 2 SIGKILL sent, 3 wedged
         self.failures = 0
         self.next_try = 0.0
         self.rest_from = NEVER  # when an idle rest began; NEVER: there is none
@@ -1468,6 +1469,8 @@ class Supervisor:
             child.advance(now)
             if run and not child.run:
                 self.ended(child, run, now)
+            elif run and tick:
+                run.pool.sweep(now)
         self.children = [child for child in self.children if child.run or not child.retired]
         seen = self.look(tick, now)
         decision = decide(
@@ -1867,12 +1870,9 @@ HOST = re.compile(
     rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]{0,5})?"
 )
 ABSOLUTE = re.compile(rb"(?i:https?)://([^/?#]+)([/?].*)?")
-# A chunk's size line, after the end of the chunk before it; RFC 9112 7.1. PARTIAL matches what
-# may still become one.
-CHUNK = re.compile(rb"(?:\r\n)?([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?\r\n")
-PARTIAL = re.compile(
-    rb"\r?|(?:\r\n)?(?:[0-9A-Fa-f]{1,15}(?:[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?)?\r?)?"
-)
+# A chunk's size line, and what may still become one; RFC 9112 7.1.
+CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
+PARTIAL = re.compile(rb"(?:[0-9A-Fa-f]{1,15}(?:[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?)?\r?)?")
 
 # Fields that belong to one connection (RFC 9110 7.6.1), and those that we have to understand.
 # The rest of a head is passed on as it came, byte for byte.
@@ -2125,7 +2125,7 @@ class Wire:
         elif self.end == len(self.buffer):
             self.resize(len(self.buffer) * (4 if self.start < self.end // 2 else 1))
         try:
-            count = self.sock.recv_into(self.view[self.end :])
+            count = self.sock.recv_into(self.view[self.end :] if self.end else self.view)
         except BlockingIOError:
             raise Stalled from None
         except OSError:
@@ -2213,39 +2213,39 @@ class Body:
         """The content of all chunks, or of the parts of chunks, that have arrived."""
         wire = self.wire
         pieces: list[Piece] = []
-        view, at, end = wire.view, wire.start, wire.end
-        while not self.done:
+        buffer, view, at, end = wire.buffer, wire.view, wire.start, wire.end
+        while at < end and not self.done:
             if self.left:
                 size = min(self.left, end - at)
-                if not size:
-                    break
                 pieces.append(view[at : at + size])
                 self.left -= size
                 at += size
                 continue
-            match = CHUNK.match(view, at, end)
             # The line end that closes a chunk is read with the size line that follows it.
-            if not match or match.start(1) - at != (0 if self.first else 2):
+            begin = at if self.first else at + 2
+            stop = buffer.find(b"\r\n", begin, end)
+            if stop < 0:
                 self.check_partial(view[at:end])
                 break
-            self.left = int(match[1], 16)
-            self.first = False
-            if self.left:
-                at = match.end()
-            else:
-                after = self.trailers(match.end(), end)
+            if not self.first and not buffer.startswith(b"\r\n", at):
+                raise Malformed(400, "a chunk longer than it says")
+            self.left = chunk_size(bytes(view[begin:stop]))
+            if not self.left:
+                after = self.trailers(stop + 2, end)
                 if after < 0:
-                    self.left = 0
                     break
-                at, self.done = after, True
+                self.done = True
+                stop = after - 2
+            self.first = False
+            at = stop + 2
         wire.start = at
         return pieces
 
     def check_partial(self, rest: memoryview) -> None:
         """Malformed unless `rest` may still become a size line."""
-        if len(rest) > MAX_CHUNK_LINE or not PARTIAL.fullmatch(rest):
-            raise Malformed(400, "malformed chunk")
-        if not self.first and len(rest) and rest[0] != 13:
+        line_end = b"" if self.first else b"\r\n"[: len(rest)]
+        fine = rest[: len(line_end)] == line_end and PARTIAL.fullmatch(rest[len(line_end) :])
+        if not fine or len(rest) > MAX_CHUNK_LINE:
             raise Malformed(400, "malformed chunk")
 
     def trailers(self, at: int, end: int) -> int:
@@ -2266,15 +2266,25 @@ class Body:
         return at + stop
 
 
+@functools.lru_cache(maxsize=256)
+def chunk_size(line: bytes) -> int:
+    """The size, in bytes, in a chunk's size line. Malformed. Cached: tokens have few sizes."""
+    match = CHUNK.fullmatch(line)
+    if not match or len(line) > MAX_CHUNK_LINE:
+        raise Malformed(400, "malformed chunk")
+    return int(match[1], 16)
+
+
 def framed(pieces: list[Piece], chunked: bool, last: bool) -> Piece:
     """`pieces` as one message: as one chunk, with the last chunk behind it, or as they are."""
+    content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     if not chunked:
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    size = sum(map(len, pieces))
+        return content
     ends = b"0\r\n\r\n" if last else b""
-    return b"".join((b"%x\r\n" % size, *pieces, b"\r\n", ends)) if size else ends
+    return b"".join((b"%x\r\n" % len(content), content, b"\r\n", ends)) if content else ends
 
 
+DONTWAIT = int(socket.MSG_DONTWAIT)
 PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # the enum's own operator takes microseconds
 
 
@@ -2416,6 +2426,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """The next request's head, None if there is none to come. Malformed, Ended, Stalled."""
         wire = self.wire
         if wire.start == wire.end:
+            if len(wire.buffer) > wire.SMALL:
+                wire.resize(wire.SMALL)  # it has grown with a large body
             self.idle = True
             if self.server.closing or not wire.fill():
                 return None
@@ -2698,7 +2710,7 @@ class Exchange:
         """Sends to the client; Lost if it is gone or takes nothing. A slow one is waited for."""
         sock = self.handler.sock
         try:
-            sent = sock.send(data, socket.MSG_DONTWAIT)
+            sent = sock.send(data, DONTWAIT)
         except BlockingIOError:
             sent = 0
         except OSError:

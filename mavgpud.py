@@ -3086,6 +3086,162 @@ def set_up_log() -> None:
     log.setLevel(logging.INFO)
 
 
+# ---- --check -------------------------------------------------------------------------------------
+
+# pci.ids has more; these are the cards that ROCm runs on at home.
+CARD_NAMES = {
+    "0x744c": "Radeon RX 7900 XTX/XT/GRE",
+    "0x7480": "Radeon RX 7600",
+    "0x747e": "Radeon RX 7800 XT/7700 XT",
+    "0x73bf": "Radeon RX 6900 XT/6800",
+    "0x7550": "Radeon RX 9070 XT/9070",
+}
+
+
+class Check:
+    """Looks at this machine through the supervisor's eyes, and says what it would see and do."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.faults = 0
+
+    def say(self, what: str) -> None:
+        print("  " + what)
+
+    def fault(self, what: str, remedy: str) -> None:
+        self.faults += 1
+        print(f"! {what}\n  -> {remedy}")
+
+    def run(self) -> int:
+        """0 if it would work, 1 if something has to be changed."""
+        card = Card(self.config.kfd_root, self.config.drm_device, self.config.ignore)
+        for part in (self.kfd, self.card, self.permissions):
+            part(card)
+        for part_of_config in (self.addresses, self.lock):
+            part_of_config()
+        print("it would work" if not self.faults else f"{self.faults} to change, see above")
+        return int(bool(self.faults))
+
+    def kfd(self, card: Card) -> None:
+        try:
+            found = card.contenders(())
+        except Unknown as trouble:
+            self.fault(str(trouble), "nothing is started blind: make it readable for this user")
+            return
+        if not card.has_kfd:
+            self.fault(f"{card.kfd_root} does not exist, so no job can be seen coming",
+                       "load amdgpu with amdkfd (a kernel with CONFIG_HSA_AMD)")
+            return
+        users = named(c._replace(vram=card.held(c.pid)) for c in found)
+        self.say(f"KFD {card.kfd_root}: {users or 'nobody there'}")
+        if users:
+            self.say("nothing would be started beside them (see `ignore` for monitors)")
+
+    def card(self, card: Card) -> None:
+        try:
+            folder = card.device()
+            total, used = card.vram()
+        except Unknown as trouble:
+            self.fault(str(trouble), 'set drm_device to the card\'s folder in sysfs, or to "auto"')
+            return
+        try:
+            name = CARD_NAMES.get(slurp(folder + "/device").strip(), "amdgpu card")
+            pci = pci_address(folder)
+        except (OSError, Unknown) as trouble:
+            name, pci = f"card ({trouble})", ""
+        self.say(f"card {folder}: {name} {pci}")
+        self.say(f"VRAM {gib(total)}, {gib(used)} used, {gib(total - used)} free; held by "
+                 + (describe_holders(pci) if pci else "unknown"))
+        if re.search(r"/card\d+/", folder):
+            self.say("cardN may be another card after the next boot; its PCI path never is")
+        needs = [(c.name, c.min_free_vram_bytes) for c in self.config.children]
+        for child, need in needs:
+            if need > total:
+                self.fault(f"{child} needs {gib(need)} of VRAM, the card has {gib(total)}",
+                           "lower its min_free_vram_bytes")
+            elif need > total - used:
+                self.fault(f"{child} needs {gib(need)} of free VRAM, {gib(total - used)} are free"
+                           " now", "end what holds it, or lower its min_free_vram_bytes")
+        together = sum(need for _, need in needs)
+        if together > total and len(needs) > 1:
+            self.fault(f"all children together need {gib(together)}, the card has {gib(total)}",
+                       "lower min_free_vram_bytes where a child does not need that much")
+
+    def permissions(self, card: Card) -> None:
+        for node in ("/dev/kfd", *(f"/dev/dri/{n}" for n in sorted(listing("/dev/dri"))
+                                   if n.startswith("renderD"))):
+            if not os.path.exists(node):
+                self.fault(f"{node} does not exist", "is amdgpu loaded?")
+            elif not os.access(node, os.R_OK | os.W_OK):
+                self.fault(f"{node} may not be opened by this user",
+                           "add the user to the groups render and video")
+        try:
+            gpus = gpu_ids(os.path.dirname(card.kfd_root) + "/topology")
+            self.say(f"KFD topology: {len(gpus)} GPU" + "s" * (len(gpus) != 1))
+        except OSError as error:
+            self.say(f"KFD topology cannot be read ({error.strerror}): with several GPUs, a job on"
+                     " any of them would count as one on this card")
+        if not die_with_us():
+            self.fault("setpriv --pdeathsig does not work here", "install util-linux 2.34 or newer")
+
+    def addresses(self) -> None:
+        listen = self.config.listen
+        if taken((listen[0] or "0.0.0.0", listen[1])):
+            self.fault(f"listen: port {listen[1]} is in use", "stop that program (or is mavgpud"
+                       " running already?), or choose another port")
+        for child in self.config.children:
+            if not child.addr:
+                continue
+            host, port = child.addr
+            if taken(child.addr):
+                self.fault(f"{child.name}: {host}:{port} is in use",
+                           "stop that program (or is mavgpud running already?)")
+            given = option(child.args, "--port") or "8080"  # llama-server's own default
+            if child.name == "llama" and given != str(port):
+                self.fault(f"llama_args bind port {given}, llama_addr is {host}:{port}",
+                           f'add "--host", "{host}", "--port", "{port}" to llama_args')
+
+    def lock(self) -> None:
+        file = self.config.card_lock
+        if not file:
+            self.say("no card_lock: jobs can only be seen coming, they cannot be waited for")
+            return
+        try:
+            claims = CardLock(file).claims()
+        except Unknown as trouble:
+            self.fault(str(trouble), "create its folder, mode 0755, owned by this user (in the"
+                       " unit: RuntimeDirectory=)")
+            return
+        whose = f"wanted or held by {named(claims)}" if claims else "free"
+        self.say(f"card lock {file}: {whose}")
+        kind = file_system(file)
+        if kind not in ("tmpfs", "ramfs"):
+            self.fault(f"card_lock {file} is on {kind}", "put it below /run: other file systems may"
+                       " show other device numbers in /proc/locks")
+
+
+def option(args: Iterable[str], name: str) -> str:
+    """The last value of a command line option, as `--name value` or `--name=value`."""
+    found, words = "", list(args)
+    for word, following in zip(words, [*words[1:], ""]):
+        if word == name:
+            found = following
+        elif word.startswith(name + "="):
+            found = word[len(name) + 1 :]
+    return found
+
+
+def file_system(file: str) -> str:
+    """The type of the file system that a file is on, by /proc/self/mounts."""
+    best = ("", "unknown")
+    for line in slurp("/proc/self/mounts").splitlines():
+        _, folder, kind, *_ = line.split()
+        inside = os.path.realpath(file).startswith(folder.rstrip("/") + "/")
+        if inside and len(folder) >= len(best[0]):
+            best = (folder, kind)
+    return best[1]
+
+
 # ---- main ----------------------------------------------------------------------------------------
 
 EX_CONFIG = 78  # sysexits.h; the unit does not restart after it
@@ -3106,6 +3262,8 @@ def main() -> int:
     )
     parser.add_argument("--config", "-config", metavar="FILE", default="/etc/mavgpud.json",
                         help="configuration (default: %(default)s)")
+    parser.add_argument("--check", action="store_true",
+                        help="look at this machine, say what would happen, and end")
     parser.add_argument("--version", action="version", version=f"mavgpud {VERSION}")
     options = parser.parse_args()
     set_up_log()
@@ -3119,6 +3277,9 @@ def main() -> int:
         for line in str(error).splitlines():
             log.error("%s", line)
         return EX_CONFIG
+
+    if options.check:
+        return Check(config).run()
 
     # Two descriptors per connection; select(2) is not used here, so a high limit does no harm.
     _, hard = DESCRIPTORS

@@ -2023,7 +2023,9 @@ class Request:
 
 
 def request_line(line: bytes) -> tuple[bytes, bytes, bytes]:
-    """Method, target and minor version of a request line. Malformed (400, 405, 505)."""
+    """Method, target and minor version of a request line. Malformed (400, 405, 414, 505)."""
+    if len(line) > MAX_LINE:
+        raise Malformed(414, f"request line of more than {MAX_LINE} bytes")
     match = REQUEST_LINE.fullmatch(line)
     if not match:
         if OTHER_VERSION.fullmatch(line):
@@ -2451,9 +2453,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 blank += 1
             begun = bytes(wire.view[wire.start : wire.end])
             line, ends, _ = begun.partition(b"\r\n")
-            if len(line) > MAX_LINE:
-                raise Malformed(414, f"request line of more than {MAX_LINE} bytes")
-            if ends:
+            if ends or len(line) > MAX_LINE:
                 request_line(line)
             head = wire.head()
             if head:

@@ -2770,11 +2770,10 @@ class Exchange:
         assert response
         if self.why and response.framing < 0 and not self.request.old and response.is_events():
             event = json.dumps(trouble_object(503, f"cut off: {self.why}", "unavailable_error"))
-            self.why = ""  # deliver() refuses an exchange that has been cut
             try:
-                self.deliver(framed([b"data: " + event.encode() + b"\n\n"], True, False))
-            except Lost:
-                return
+                handler.sock.send(framed([f"data: {event}\n\n".encode()], True, False), DONTWAIT)
+            except OSError:
+                return  # it takes nothing now; the end is visible all the same
         elif response.framing < 0:
             # Where the end of the connection is the end of the body, only a reset is no end.
             handler.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

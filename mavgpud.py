@@ -76,7 +76,9 @@ def gib(amount: int) -> str:
 
 
 def spell(seconds: float) -> str:
-    """A duration in Go's notation, as the configuration has it: 0.9s, 15m, 1h30m."""
+    """A duration in Go's notation, as the configuration has it: 40ms, 0.9s, 15m, 1h30m."""
+    if 0 < seconds < 0.1:
+        return f"{math.ceil(seconds * 1000)}ms"
     if seconds < 60:
         return f"{seconds:.1f}".rstrip("0").rstrip(".") + "s"
     whole = round(seconds)
@@ -1570,7 +1572,7 @@ class Supervisor:
     def start_child(self, child: Child, now: float) -> str:
         """Starts a child, or says why it cannot be."""
         if self.lock.file and not self.lock.take():
-            return "the card lock has just been taken by somebody else"
+            return "the card lock is held by a process that the kernel does not name"
         if taken(child.config.addr):
             host, port = child.config.addr or ("", 0)
             return f"{host}:{port} is in use by another program"
@@ -3146,8 +3148,8 @@ class Check:
         try:
             name = CARD_NAMES.get(slurp(folder + "/device").strip(), "amdgpu card")
             pci = pci_address(folder)
-        except (OSError, Unknown) as trouble:
-            name, pci = f"card ({trouble})", ""
+        except (OSError, Unknown):
+            name, pci = "not on a PCI bus that can be read", ""
         self.say(f"card {folder}: {name} {pci}")
         self.say(f"VRAM {gib(total)}, {gib(used)} used, {gib(total - used)} free; held by "
                  + (describe_holders(pci) if pci else "unknown"))

@@ -38,6 +38,7 @@ import errno
 import fcntl
 import fnmatch
 import functools
+import html
 import http.client
 import http.server
 import json
@@ -448,8 +449,10 @@ class Contender(NamedTuple):
 
 def printable(comm: str) -> str:
     """A name from outside, fit for a log line and a terminal: comm may hold any byte."""
+    if comm.isprintable():
+        return comm or "?"
     shown = comm.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown) or "?"
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown)
 
 
 def named(contenders: Iterable[Contender]) -> str:
@@ -1169,6 +1172,8 @@ class Child:
         self.retired = False  # no longer configured
         self.starts = self.crashes = 0
         self.load_seconds: float | None = None  # of the last load that became ready
+        self.spent: Mapping[str, float] = {}  # seconds in each state; replaced, never changed
+        self.history: tuple[Entry, ...] = ()
 
     @property
     def name(self) -> str:
@@ -1176,6 +1181,8 @@ class Child:
 
     def enter(self, state: str, now: float, deadline: float = NEVER) -> None:
         """Changes the state and wakes whoever waits for a change."""
+        before = self.spent.get(self.state, 0.0) + now - self.since
+        self.spent = {**self.spent, self.state: before}
         self.state, self.since, self.deadline = state, now, deadline
         for waiter in list(self.waiters):
             waiter.set()
@@ -1243,19 +1250,21 @@ class Child:
         return f"while {self.state}" + f", after {spell(now - self.since)}" * (now > self.since)
 
     def become_ready(self, now: float, run: Run) -> None:
-        if run.since_ready is None:
+        first = run.since_ready is None
+        run.since_ready = run.last_request = now
+        run.ready = True
+        self.enter(READY, now)
+        if first:
             self.load_seconds = now - run.started
             log.info("%s is ready after %s (pid %d)", self.name, spell(self.load_seconds), run.pid)
         else:
             log.info("%s (pid %d) answers again", self.name, run.pid)
-        run.since_ready = run.last_request = now
-        run.ready = True
-        self.enter(READY, now)
 
     def pursue(self, now: float, run: Run) -> None:
         """The next step of a stop, when it is due: connections, SIGTERM, SIGKILL, wedged."""
         if run.exited() and run.gone():
-            log.info("%s (pid %d) is gone after %s", self.name, run.pid, spell(now - self.since))
+            took = spell(now - run.stop_began)
+            log.info("%s (pid %d) is gone after %s", self.name, run.pid, took)
             self.run = None
             self.enter(STOPPED, now)
         elif self.phase == 0 and (not run.exchanges or now >= self.deadline):
@@ -1267,7 +1276,8 @@ class Child:
                         spell(self.config.stop_grace))
             run.kill(signal.SIGKILL)
         elif self.phase == 2 and now >= self.deadline:
-            self.phase, self.deadline, self.state = 3, NEVER, WEDGED
+            self.phase = 3
+            self.enter(WEDGED, now)
             log.error("%s (pid %d) is wedged: SIGKILL does not end it, so nothing else is started",
                       self.name, run.pid)
 
@@ -1424,15 +1434,18 @@ class Supervisor:
         self.children = [Child(child) for child in config.children]
         self.prefix: list[str] | None = None
         self.streaks = Streaks()
-        self.used: int | None = None  # bytes of VRAM; None: unknown
+        self.total: int | None = None  # bytes of VRAM; None: unknown
+        self.used: int | None = None
         self.contenders: list[Contender] = []
+        self.claims: list[Contender] = []  # on the card lock
         self.loaded = 0  # bytes of VRAM used when children last ran
         self.returning: Returning | None = None
         self.handovers: collections.deque[Handover] = collections.deque(maxlen=20)
+        self.yields = Yields()
         self.unseen_base: tuple[int, int] | None = None  # used VRAM, and our own part of it
         self.unseen = ""
         self.told: dict[str, str] = {}
-        self.sentence = ""
+        self.sentence = "not started yet"
         self.signals: collections.deque[int] = collections.deque()
         self.closing: float | None = None  # when the time of the running requests is up
         self.hurry = False
@@ -1444,6 +1457,7 @@ class Supervisor:
         self.routes: tuple[tuple[bytes, Child], ...] = ()
         self.passive: frozenset[bytes] = frozenset()
         self.set_routes()
+        self.snapshot = snapshot(self, time.monotonic())
 
     # What other threads may call
 
@@ -1489,14 +1503,16 @@ class Supervisor:
     def look(self, tick: bool, now: float) -> Seen:
         """What this pass finds. Whatever cannot be read makes it blind, and is said once."""
         blind, claim, free = "", "", None
-        self.used, self.contenders = None, []
+        self.total = self.used = None
+        self.contenders, self.claims = [], []
         try:
-            total, self.used = self.card.vram()
-            free = total - self.used
+            self.total, self.used = self.card.vram()
+            free = self.total - self.used
         except Unknown as trouble:
             blind = str(trouble)
         try:
-            claim = named(self.lock.claims()) if self.lock.file else ""
+            self.claims = self.lock.claims() if self.lock.file else []
+            claim = named(self.claims)
         except Unknown as trouble:
             blind = str(trouble)
         try:
@@ -1551,9 +1567,10 @@ class Supervisor:
                 whom = named(c._replace(vram=self.card.held(c.pid)) for c in self.contenders)
             log.info("yielding the card to %s", whom)
             self.handovers.append(Handover(time.time(), decision.yield_to))
-            self.stop_children(self.children, now, f"yielded to {decision.yield_to}")
+            words = f"yielded to {decision.yield_to}"
+            self.stop_children(self.children, now, words)
             for child in self.children:
-                self.told["why " + child.name] = f"yielded {decision.yield_to}"
+                why[child.name] = ("yielded", words)
         for child in self.children:
             if child.name in decision.unload and child.run:
                 idle = spell(now - child.run.last_request)
@@ -1608,7 +1625,8 @@ class Supervisor:
         self.unseen_base, self.unseen = None, ""
         last = self.handovers[-1] if self.handovers else None
         if last and last.free is None and not any(c.run for c in self.children):
-            self.handovers[-1] = last._replace(gone=now - began)
+            self.handovers[-1] = last._replace(gone=now - run.stop_began)
+            self.yields = self.yields.plus(now - run.stop_began)
 
     def card_is_free(self, returning: Returning, now: float) -> None:
         self.returning = None
@@ -1674,11 +1692,16 @@ class Supervisor:
         Numbers that change from poll to poll are part of the words, but do not make them new.
         """
         sentences = []
+        unix = time.time()
         for child in self.children:
             kind, words = why.get(child.name, (child.state, child.state))
+            entry = Entry(unix, *self.phase(child, kind))
+            child.history = recorded(child.history, entry, unix - self.config.history)
             child.retry = 10
             if child.state == LOADING:
                 words = f"loading for {spell(math.floor(now - child.since))}"
+                if child.load_seconds:
+                    words += f", the last load took {spell(child.load_seconds)}"
                 child.retry = max(1, math.ceil((child.load_seconds or 5) - (now - child.since)))
             elif child.state == STOPPED and now < child.next_try:
                 child.retry = math.ceil(child.next_try - now)
@@ -1696,6 +1719,18 @@ class Supervisor:
                 else:
                     log.info("%s not loaded: %s", child.name, words)
         self.sentence = "; ".join(sentences)
+        self.snapshot = snapshot(self, now)
+
+    def phase(self, child: Child, kind: str) -> tuple[str, str]:
+        """What the time line has for a child: the kind of an Entry, and who."""
+        if child.state in (READY, LOADING):
+            return child.state, ""
+        if kind == "yielded":
+            who = sorted({printable(c.comm) for c in self.claims or self.contenders})
+            return "yielded", ", ".join(who) or self.unseen
+        if kind in ("failed", "vram", "blind", "wedged"):
+            return "stopped", {"vram": "no room"}.get(kind, kind)
+        return ("idle" if child.rest_from != NEVER else "stopped"), ""
 
     def next_pass(self, now: float) -> float:
         """When the next pass is due apart from the regular poll, on the monotonic clock."""
@@ -2381,7 +2416,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.waiter: threading.Event | None = None
         self.gone = False  # the client has closed or reset its connection
         self.idle = True  # between two requests
-        self.answers = [0] * 6  # by the first digit of their status; added up by the front
+        self.answers = self.server.take_tally()
         self.limit = self.HEAD_TIME  # the listener gives it to its sockets
         host: str = self.client_address[0]
         self.client = (host[7:] if host.startswith("::ffff:") else host).encode()
@@ -2391,7 +2426,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def finish(self) -> None:
         self.server.watcher.remove(self.sock.fileno())
         self.server.handlers.discard(self)
-        self.server.add_answers(self.answers)
+        self.server.tallies_idle.append(self.answers)
 
     def client_left(self) -> None:
         """Called by the watcher: nobody wants the answer any more, so the child need not go on."""
@@ -2483,7 +2518,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         supervisor = self.server.supervisor
         path = request.target.partition(b"?")[0]
         if path == b"/health" or path.startswith((b"/health/", b"/mavgpud")):
-            page = local_page(supervisor, path)
+            page = local_page(supervisor, request.method, path)
             if page:
                 self.reply(request, body, page)
                 return
@@ -2852,7 +2887,10 @@ class Front(http.server.ThreadingHTTPServer):
         self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.idle = threading.Semaphore(0)
         self.refusals = threading.Semaphore(self.TURNED_AWAY)
-        self.answers = [0] * 6  # of the connections that have ended
+        # Answers by the first digit of their status, one tally per connection that there can be
+        # at a time: each is only ever written by one thread, and never set back.
+        self.tallies: list[list[int]] = []
+        self.tallies_idle: collections.deque[list[int]] = collections.deque()
         host, port = supervisor.config.listen
         if ":" in host or (not host and socket.has_dualstack_ipv6()):
             self.address_family = socket.AF_INET6
@@ -2954,10 +2992,14 @@ class Front(http.server.ThreadingHTTPServer):
                 # Somebody may have counted on this thread just now: then its job is on the way.
                 job = None if self.idle.acquire(blocking=False) else self.jobs.get()
 
-    def add_answers(self, answers: list[int]) -> None:
-        """Adds what a connection has counted that now ends."""
-        with self.guard:
-            self.answers = [total + count for total, count in zip(self.answers, answers)]
+    def take_tally(self) -> list[int]:
+        """Where one more connection counts its answers."""
+        try:
+            return self.tallies_idle.pop()
+        except IndexError:
+            tally = [0] * 6
+            self.tallies.append(tally)
+            return tally
 
     def close_listener(self) -> None:
         """Takes no more connections and ends the idle ones; what is in flight goes on."""
@@ -2982,12 +3024,14 @@ class Page(NamedTuple):
     body: bytes
     kind: str
     retry: int = 0  # seconds, for Retry-After
+    fields: tuple[str, ...] = ()  # more header fields
 
     def message(self, close: bool, head_only: bool) -> bytes:
         lines = [
             f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}",
             f"Content-Type: {self.kind}",
             f"Content-Length: {len(self.body)}",
+            *self.fields,
         ]
         lines += [f"Retry-After: {self.retry}"] if self.retry else []
         lines += ["Connection: close"] if close else []
@@ -3014,15 +3058,372 @@ def not_loaded(child: Child) -> Page:
     return trouble_page(503, f"model not loaded: {child.reason}", "unavailable_error", child.retry)
 
 
-def local_page(supervisor: Supervisor, path: bytes) -> Page | None:
+def local_page(supervisor: Supervisor, method: bytes, path: bytes) -> Page | None:
     """What is answered here, at no cost to the card: /health, /health/NAME and /mavgpud/."""
     if path.startswith(b"/mavgpud"):
-        return None
+        return own_page(supervisor, method, path)
     name = path[len(b"/health/") :].decode("latin-1") or "llama"
     for child in supervisor.children:
         if child.name == name:
             return HEALTHY if child.run and child.run.ready else not_loaded(child)
     return trouble_page(404, f"there is no child named {name}", "not_found_error")
+
+
+def own_page(supervisor: Supervisor, method: bytes, path: bytes) -> Page | None:
+    """/mavgpud/ and what is below it; None for a path that only begins like it."""
+    if path != b"/mavgpud" and not path.startswith(b"/mavgpud/"):
+        return None
+    make = PAGES.get(path)
+    if not make:
+        page = trouble_page(404, f"only {b', '.join(PAGES).decode()} are here", "not_found_error")
+    elif method not in (b"GET", b"HEAD"):
+        page = trouble_page(405, "only GET and HEAD are served here", "invalid_request_error")
+        page = page._replace(fields=("Allow: GET, HEAD",))
+    else:
+        page = make(supervisor, time.monotonic())
+    return page._replace(fields=(*page.fields, "Cache-Control: no-store"))
+
+
+class Entry(NamedTuple):
+    """A change in the time line of a child."""
+
+    when: float  # Unix time
+    kind: str  # ready, loading, yielded, idle or stopped
+    who: str = ""  # has taken the card, or what keeps the child from running
+
+
+HISTORY_LIMIT = 500  # entries per child: each costs the page a microsecond or two
+
+
+def recorded(past: tuple[Entry, ...], new: Entry, oldest: float) -> tuple[Entry, ...]:
+    """A time line with one more entry if that is news, without what had ended before `oldest`."""
+    if past and past[-1][1:] == new[1:]:
+        return past
+    ends = [entry.when for entry in past[1:]] + [new.when]
+    kept = [entry for entry, end in zip(past, ends) if end > oldest]
+    return (*kept[1 - HISTORY_LIMIT :], new)
+
+
+YIELD_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # seconds
+
+
+class Yields(NamedTuple):
+    """How long all yields so far took until the processes were gone."""
+
+    seconds: float = 0.0
+    within: tuple[int, ...] = (0,) * (len(YIELD_BOUNDS) + 1)  # how many took no more than a bound
+
+    def plus(self, took: float) -> Yields:
+        bounds = (*YIELD_BOUNDS, NEVER)
+        return Yields(self.seconds + took,
+                      tuple(n + (took <= bound) for n, bound in zip(self.within, bounds)))
+
+
+class ChildView(NamedTuple):
+    """A child as one pass has left it. Times on the monotonic clock."""
+
+    name: str
+    state: str
+    since: float
+    spent: Mapping[str, float]  # seconds in each state before the present one
+    reason: str
+    run: Run | None  # its counters are read as they are now
+    starts: int
+    crashes: int
+    next_try: float
+    load_seconds: float | None
+    history: tuple[Entry, ...]
+
+    def in_flight(self) -> int:
+        return len(self.run.exchanges) if self.run else 0
+
+    def facts(self, now: float) -> dict[str, Any]:
+        """The child as JSON; durations in seconds."""
+        run = self.run if self.state == READY else None
+        idle = now - run.last_request if run and not run.exchanges else None
+        waits = self.state == STOPPED and now < self.next_try
+        return {
+            "name": self.name,
+            "state": self.state,
+            "since": round(now - self.since, 3),
+            "reason": None if self.state == READY else self.reason,
+            "pid": self.run.pid if self.run else None,
+            "in_flight": self.in_flight(),
+            "idle_for": idle and round(idle, 3),
+            "starts": self.starts,
+            "crashes": self.crashes,
+            "next_try_in": round(self.next_try - now, 3) if waits else None,
+            "load_seconds": self.load_seconds and round(self.load_seconds, 3),
+        }
+
+
+class Snapshot(NamedTuple):
+    """What one pass has found and done.
+
+    The pages show this and nothing else, so none of them needs a lock or can delay a poll.
+    """
+
+    polled: float  # monotonic
+    when: float  # Unix time
+    sentence: str
+    device: str
+    total: int | None  # bytes of VRAM
+    used: int | None
+    contenders: tuple[Contender, ...]
+    claims: tuple[Contender, ...]
+    locked: bool | None  # whether we hold the card lock; None: there is none
+    streaks: Streaks
+    children: tuple[ChildView, ...]
+    handovers: tuple[Handover, ...]
+    yields: Yields
+
+
+def snapshot(supervisor: Supervisor, now: float) -> Snapshot:
+    """For the poll loop, at the end of a pass."""
+    s = supervisor
+    children = tuple([
+        ChildView(c.name, c.state, c.since, c.spent, c.reason, c.run, c.starts, c.crashes,
+                  c.next_try, c.load_seconds, c.history)
+        for c in s.children
+    ])
+    return Snapshot(
+        now, time.time(), s.sentence, s.card.drm_device, s.total, s.used, tuple(s.contenders),
+        tuple(s.claims), s.lock.held if s.lock.file else None, s.streaks, children,
+        tuple(s.handovers), s.yields,
+    )
+
+
+def people(contenders: Iterable[Contender]) -> list[dict[str, Any]]:
+    return [{"pid": c.pid, "comm": printable(c.comm)} for c in contenders]
+
+
+def status_page(supervisor: Supervisor, now: float) -> Page:
+    """One snapshot as JSON."""
+    seen = supervisor.snapshot
+    total, used, streaks = seen.total, seen.used, seen.streaks
+    loaded = any(child.state in (LOADING, READY) for child in seen.children)
+    facts = {
+        "version": VERSION,
+        "time": iso(seen.when),
+        "sentence": seen.sentence,
+        "why_nothing_runs": None if loaded else seen.sentence,
+        "card": {
+            "device": seen.device,
+            "total": total,
+            "used": used,
+            "free": None if total is None or used is None else total - used,
+        },
+        "contenders": people(seen.contenders),
+        "streaks": {"contended": streaks.contended, "clear": streaks.clear},
+        "lock": None if seen.locked is None
+        else {"held_by_us": seen.locked, "claims": people(seen.claims)},
+        "children": [child.facts(now) for child in seen.children],
+        "yields": [
+            {"when": iso(h.when), "to": h.to, "gone_seconds": h.gone and round(h.gone, 3),
+             "free_seconds": h.free and round(h.free, 3)}
+            for h in reversed(seen.handovers)
+        ],
+    }
+    return Page(200, (json.dumps(facts, indent=1) + "\n").encode(), "application/json")
+
+
+def iso(when: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(when))
+
+
+def metrics_page(supervisor: Supervisor, now: float) -> Page:
+    """The same for Prometheus, in its text format 0.0.4."""
+    seen = supervisor.snapshot
+    lines: list[str] = []
+
+    def family(name: str, kind: str, what: str, *samples: tuple[str, float | None]) -> None:
+        lines.append(f"# HELP mavgpud_{name} {what}\n# TYPE mavgpud_{name} {kind}")
+        lines.extend(f"mavgpud_{name}{label} {v:.15g}" for label, v in samples if v is not None)
+
+    def per_child(
+        name: str, kind: str, what: str, value: Callable[[ChildView], float | None]
+    ) -> None:
+        family(name, kind, what, *((f'{{child="{c.name}"}}', value(c)) for c in seen.children))
+
+    family("info", "gauge", "The program.", (f'{{version="{VERSION}"}}', 1))
+    family("poll_age_seconds", "gauge", "Time since the last poll.", ("", now - seen.polled))
+    family("vram_size_bytes", "gauge", "VRAM of the card.", ("", seen.total))
+    family("vram_used_bytes", "gauge", "VRAM in use, by whomever.", ("", seen.used))
+    family("contenders", "gauge", "Processes of others on the card.", ("", len(seen.contenders)))
+    per_child("child_ready", "gauge", "Whether it may be sent requests.",
+              lambda c: int(c.state == READY))
+    per_child("child_in_flight", "gauge", "Requests in flight.", ChildView.in_flight)
+    per_child("child_load_seconds", "gauge", "Time that the last load took.",
+              lambda c: c.load_seconds)
+    per_child("child_starts_total", "counter", "Starts.", lambda c: c.starts)
+    per_child("child_crashes_total", "counter", "Crashes and failed starts.", lambda c: c.crashes)
+    family("child_state_seconds_total", "counter", "Time spent in each state.", *(
+        (f'{{child="{c.name}",state="{state}"}}',
+         c.spent.get(state, 0.0) + (now - c.since if c.state == state else 0.0))
+        for c in seen.children for state in (STOPPED, LOADING, READY, STOPPING, WEDGED)
+    ))
+    tallies = list(supervisor.front.tallies) if supervisor.front else []
+    family("requests_total", "counter", "Requests answered, by the class of the status.", *(
+        (f'{{code="{digit}xx"}}', sum(tally[digit] for tally in tallies)) for digit in range(1, 6)
+    ))
+    yields = seen.yields
+    family("yields_total", "counter", "Times that the card was yielded.", ("", yields.within[-1]))
+    family("yield_seconds", "histogram", "Time from the decision to yield until we were gone.",
+           *((f'_bucket{{le="{bound}"}}', n)
+             for bound, n in zip((*YIELD_BOUNDS, "+Inf"), yields.within)),
+           ("_sum", yields.seconds), ("_count", yields.within[-1]))
+    return Page(200, ("\n".join(lines) + "\n").encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+STYLE = """
+:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --line: #dfe3e8; --ink: #1b2330;
+  --soft: #5d6878; --ready: #2f9e5b; --loading: #4c8dff; --yielded: #e8590c; --idle: #a3afc0 }
+@media (prefers-color-scheme: dark) { :root { --page: #11151b; --card: #1a2029; --line: #2c3542;
+  --ink: #e5eaf1; --soft: #97a3b4; --ready: #37b26a; --loading: #5b97ff; --yielded: #ff7b33;
+  --idle: #5f6d80 } }
+* { box-sizing: border-box }
+body { margin: 0 auto; padding: 1rem; max-width: 60rem; background: var(--page); color: var(--ink);
+  font: 1rem/1.45 system-ui, sans-serif; overflow-wrap: anywhere }
+h1 { font-size: 1.3rem; margin: .5rem 0 } h2 { font-size: 1rem; margin: 0 0 .5rem }
+section { background: var(--card); border: 1px solid var(--line); border-radius: .6rem;
+  padding: .9rem 1rem; margin: .8rem 0 }
+p { margin: .4rem 0 0 } p, th, footer, .axis { color: var(--soft); font-size: .875rem }
+.bar, svg { display: block; width: 100%; background: var(--line); border-radius: .3rem;
+  overflow: hidden; height: 1.1rem } svg { height: 2.2rem }
+.bar i { display: block; height: 100%; background: var(--loading) }
+.axis { display: flex; justify-content: space-between } .axis i { font-style: normal }
+b::before { content: ""; display: inline-block; width: .7em; height: .7em; margin-right: .4em;
+  border-radius: .2em; background: var(--kind) } path { stroke: var(--kind) }
+.ready { --kind: var(--ready) } .loading { --kind: var(--loading) } .idle { --kind: var(--idle) }
+.yielded { --kind: var(--yielded) } .stopped { --kind: var(--line) }
+table { width: 100%; border-collapse: collapse; overflow-wrap: normal; font-size: .9375rem }
+th { text-align: left; font-weight: normal } td { border-top: 1px solid var(--line) }
+td, th { padding: .2rem .6rem .2rem 0; vertical-align: top }
+td:last-child, th:last-child { text-align: right; padding-right: 0 }
+td:first-child { white-space: nowrap } td:nth-child(2) { overflow-wrap: anywhere }
+a { color: inherit }
+"""
+
+def safe(words: str) -> str:
+    """Words that may hold names from outside, for HTML; they cannot reorder what is around."""
+    return f'<bdi dir="ltr">{html.escape(printable(words))}</bdi>'
+
+
+def clock(when: float, form: str = "%a %H:%M") -> str:
+    return time.strftime(form, time.localtime(when))
+
+
+class Stretch(NamedTuple):
+    """A part of a time line that is shown. Unix time."""
+
+    begin: float
+    end: float
+    entry: Entry
+
+    def words(self) -> str:
+        kind, who = self.entry.kind, self.entry.who
+        joint = " to " if kind == "yielded" else ": "
+        return {READY: "loaded"}.get(kind, kind) + (joint + who if who else "")
+
+    def lasted(self) -> str:
+        seconds = max(0.0, self.end - self.begin)
+        return spell(seconds if seconds < 3600 else seconds // 60 * 60)
+
+
+def stretches(history: tuple[Entry, ...], start: float, end: float) -> list[Stretch]:
+    ends = [entry.when for entry in history[1:]] + [end]
+    return [Stretch(max(e.when, start), to, e) for e, to in zip(history, ends) if to > start]
+
+
+def lane(line: list[Stretch], start: float, end: float) -> str:
+    """A time line as SVG, 1000 units wide. However short, a yield is drawn, and above the rest."""
+    scale = 1000 / (end - start)
+    marks = dict.fromkeys((STOPPED, "idle", LOADING, READY, "yielded"), "")
+    titled = ""
+    for stretch in line:
+        kind, width = stretch.entry.kind, (stretch.end - stretch.begin) * scale
+        mark = f"M{(stretch.begin - start) * scale:.1f} .5h{max(width, 2):.1f}"
+        if kind == "yielded" and width >= 2:  # one that a pointer can find
+            title = f"{stretch.words()}, from {clock(stretch.begin)} for {stretch.lasted()}"
+            title = html.escape(printable(title))
+            titled += f'<path class="yielded" d="{mark}"><title>{title}</title></path>'
+        elif kind == "yielded" or width >= 0.5:
+            marks[kind] += mark
+    paths = "".join(f'<path class="{kind}" d="{mark}"/>' for kind, mark in marks.items() if mark)
+    return ('<svg viewBox="0 0 1000 1" preserveAspectRatio="none" role="img" aria-label="time line'
+            f' of the states below">{paths}{titled}</svg>')
+
+
+def table(heads: str, rows: Iterable[tuple[str, ...]]) -> str:
+    """Rows of cells that are HTML already."""
+    lines = ["<th>" + heads.replace(",", "<th>")] + ["<td>" + "<td>".join(row) for row in rows]
+    return "<table><tr>" + "<tr>".join(lines) + "</table>"
+
+
+def child_section(child: ChildView, line: list[Stretch], start: float, end: float,
+                  now: float) -> str:
+    facts = child.facts(now)
+    said = [
+        f"pid {facts['pid']}, {facts['in_flight']} in flight" if facts["pid"] else "",
+        f"idle for {spell(math.floor(facts['idle_for']))}" if facts["idle_for"] else "",
+        f"starts: {child.starts}, crashes: {child.crashes}",
+        f"the last load took {spell(child.load_seconds)}" if child.load_seconds else "",
+        f"next try in {spell(math.ceil(facts['next_try_in']))}" if facts["next_try_in"] else "",
+    ]
+    form = "%H:%M" if end - start <= 86400 else "%b %d"
+    axis = "".join(f"<i>{clock(start + (end - start) * n / 4, form)}</i>" for n in range(5))
+    return (
+        f'<section><h2><b class="{line[-1].entry.kind if line else "stopped"}">{child.name}</b>'
+        f" {child.state} for {spell(math.floor(now - child.since))}</h2>{lane(line, start, end)}"
+        f'<div class="axis">{axis}</div><p>{" &middot; ".join(filter(None, said))}</section>'
+    )
+
+
+def overview_page(supervisor: Supervisor, now: float) -> Page:
+    """One snapshot for people: without scripts, and with nothing to fetch."""
+    seen = supervisor.snapshot
+    end = time.time()
+    start = end - supervisor.config.history
+    lines = [(child, stretches(child.history, start, end)) for child in seen.children]
+    vram = "<p>How much is in use cannot be read."
+    if seen.total and seen.used is not None:
+        vram = (f'<div class="bar"><i style="width:{100 * seen.used / seen.total:.1f}%"></i></div>'
+                f"<p>{gib(seen.used)} of {gib(seen.total)} in use,"
+                f" {gib(seen.total - seen.used)} free.")
+    others = safe(named(seen.contenders)) if seen.contenders else "nobody"
+    claims = f" Card lock: {safe(named(seen.claims))}." if seen.claims else ""
+    lately = sorted(((stretch, child.name) for child, line in lines for stretch in line[-16:]),
+                    reverse=True)[:16]
+    body = "".join((
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>mavgpud</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        # Without an icon, browsers ask for /favicon.ico, which would be a request for the model.
+        '<meta http-equiv="refresh" content="5"><link rel="icon" href="data:,">'
+        f"<style>{STYLE}</style></head><body><h1>{safe(seen.sentence)}</h1>",
+        f"<section><h2>VRAM</h2>{vram} Others on the card: {others}.{claims}</section>",
+        *(child_section(child, line, start, end, now) for child, line in lines),
+        "<section><h2>Lately</h2>", table("since,,for", (
+            (clock(stretch.begin), f'<b class="{stretch.entry.kind}"></b>{name} '
+             + safe(stretch.words()), stretch.lasted()) for stretch, name in lately
+        )),
+        "</section><section><h2>Last yields</h2>", table("when,to,gone in,free in", (
+            (clock(h.when, "%b %d %H:%M"), safe(h.to),
+             *("" if seconds is None else spell(seconds) for seconds in (h.gone, h.free)))
+            for h in reversed(seen.handovers)
+        )),
+        f"</section><footer>mavgpud {VERSION}, polled at {clock(seen.when, '%H:%M:%S')}."
+        ' <a href="status">JSON</a>, <a href="metrics">metrics</a></footer></body></html>',
+    ))
+    policy = "Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    return Page(200, body.encode("utf-8", "replace"), "text/html; charset=utf-8", fields=(policy,))
+
+
+PAGES: dict[bytes, Callable[[Supervisor, float], Page]] = {
+    b"/mavgpud": lambda *_: Page(308, b"", "text/plain", fields=("Location: /mavgpud/",)),
+    b"/mavgpud/": overview_page,
+    b"/mavgpud/status": status_page,
+    b"/mavgpud/metrics": metrics_page,
+}
 
 
 # ---- systemd -------------------------------------------------------------------------------------

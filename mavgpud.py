@@ -33,7 +33,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import ctypes
 import errno
 import fcntl
 import fnmatch
@@ -3651,13 +3650,6 @@ EX_CONFIG = 78  # sysexits.h; the unit does not restart after it
 DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
-def give_memory_back() -> None:
-    """Returns to the kernel what compiling this file took, a quarter of our memory, with glibc."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim:
-        trim(0)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="mavgpud", description="Keeps llama-server on the card while nobody else wants it."
@@ -3701,7 +3693,6 @@ def main() -> int:
         log.error("%s: listen: %s:%d cannot be bound: %s", options.config, host, port, reason)
         return 1
     log.info("listening on %s:%d, model %s", host, port, config.children[0].bin)
-    give_memory_back()
     supervisor.watcher.start()
     threading.Thread(target=front.serve_forever, name="accept", daemon=True).start()
     supervisor.systemd.say("READY=1")

@@ -1524,8 +1524,10 @@ class Supervisor:
                   f"{self.card.kfd_root} does not exist: no job can be seen coming, only free VRAM"
                   " decides")
         contenders = named(self.contenders) or (self.unseen if self.config.evict_unseen else "")
-        if self.returning and self.returning.over(now, self.used, bool(contenders)):
-            self.card_is_free(self.returning, now)
+        stopping = any(child.state == STOPPING for child in self.children)
+        if self.returning and not stopping:  # the last one's VRAM is what counts
+            if self.returning.over(now, self.used, bool(contenders)):
+                self.card_is_free(self.returning, now)
         children = tuple(self.child_seen(child, now) for child in self.children)
         if self.used is not None and any(c.state in (LOADING, READY) for c in children):
             self.loaded = self.used
@@ -1603,6 +1605,8 @@ class Supervisor:
             threading.Thread(
                 target=run.watch_health, args=(self.wake,), name=child.name, daemon=True
             ).start()
+        else:
+            self.wake()  # it is ready already
         return ""
 
     def stop_children(self, children: Iterable[Child], now: float, why: str) -> None:

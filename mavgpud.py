@@ -490,6 +490,12 @@ class Stat(NamedTuple):
     state: str
     group: int
     session: int
+    threads: int
+
+    @property
+    def dead(self) -> bool:
+        """A zombie holds no memory and no card; the main thread alone may have ended, too."""
+        return self.state in "ZX" and self.threads < 2
 
 
 def stat(pid: int) -> Stat | None:
@@ -501,13 +507,14 @@ def stat(pid: int) -> Stat | None:
     # comm is in parentheses and may itself hold parentheses and spaces: the last one counts.
     head, _, rest = content.rpartition(")")
     fields = rest.split()
-    return Stat(pid, head.partition("(")[2], fields[0], int(fields[2]), int(fields[3]))
+    return Stat(pid, head.partition("(")[2], fields[0], int(fields[2]), int(fields[3]),
+                int(fields[17]))
 
 
 def session_members(session: int) -> list[Stat]:
     """The live processes of a session. A zombie holds no memory and no card, so it is none."""
     found = (stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
-    return [p for p in found if p and p.session == session and p.state not in "ZX"]
+    return [p for p in found if p and p.session == session and not p.dead]
 
 
 KFD_NAME = re.compile(r"(?:pid:)?([0-9]+)(?:-id:[0-9]+)?")
@@ -586,7 +593,7 @@ class Card:
             if self.unit and cgroup(pid) == self.unit:
                 continue
             process = stat(pid)
-            if process and process.state in "ZX":
+            if process and process.dead:
                 continue  # its memory map is gone; what VRAM it held is on the way back
             comm = process.comm if process else "?"
             if any(fnmatch.fnmatchcase(comm, pattern) for pattern in self.ignore):
@@ -618,24 +625,29 @@ class Card:
         ours = self.other_gpus()
         if ours is None:
             return False
-        used = set(self.usage(name))
+        try:
+            used = set(self.usage(name))
+        except (OSError, Unknown):
+            return False
         return bool(used) and ours not in used
 
     def usage(self, name: str) -> Iterator[str]:
         """The gpu_id of every GPU that a KFD entry has queues or VRAM on."""
         for folder in self.contexts(name):
-            for item in listing(folder):
-                if item.startswith("vram_"):
-                    try:
-                        if number(f"{folder}/{item}"):
-                            yield item[5:]
-                    except Unknown:
-                        yield item[5:]
-            for queue_id in listing(folder + "/queues"):
+            items = os.listdir(folder)
+            for item in items:
+                if item.startswith("vram_") and number(f"{folder}/{item}"):
+                    yield item[5:]
+            for queue_id in os.listdir(folder + "/queues") if "queues" in items else ():
                 try:
-                    yield slurp(f"{folder}/queues/{queue_id}/gpuid").strip()
-                except OSError:
-                    continue  # a queue that has just been destroyed
+                    gpu = slurp(f"{folder}/queues/{queue_id}/gpuid").strip()
+                except OSError as error:
+                    if error.errno in (errno.ENOENT, errno.ENODEV):
+                        continue  # a queue that has just been destroyed
+                    raise
+                if gpu not in (self.gpus or {}).values():
+                    raise Unknown(f"{folder}: queue on {gpu!r}")
+                yield gpu
 
     def contexts(self, name: str) -> list[str]:
         """A KFD entry's folder and those of its secondary contexts (kernel 6.19)."""
@@ -657,11 +669,11 @@ class Card:
             self.generation = generation
             try:
                 self.gpus = gpu_ids(topology)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 log.warning(
                     "%s cannot be read (%s), so every process on the KFD counts as one on our card",
                     topology,
-                    error.strerror,
+                    error,
                 )
                 self.gpus = {}
         if len(self.gpus) < 2:
@@ -672,17 +684,18 @@ class Card:
             return None
 
     def held(self, pid: int) -> int:
-        """The VRAM of a process as the KFD accounts it, in bytes; what cannot be read counts 0.
+        """The VRAM of a process on our card as the KFD accounts it; what is unreadable counts 0.
 
         For naming only: these files belong to the process, so they are not read in every poll.
         """
+        ours = self.other_gpus()
         total = 0
         for name in listing(self.kfd_root):
             match = KFD_NAME.fullmatch(name)
             if match and int(match[1]) == pid:
                 for folder in self.contexts(name):
                     for item in listing(folder):
-                        if item.startswith("vram_"):
+                        if item.startswith("vram_") and (ours is None or item[5:] == ours):
                             try:
                                 total += number(f"{folder}/{item}")
                             except Unknown:
@@ -797,8 +810,8 @@ class Returning:
                 return True
             if used < self.low:
                 self.low, self.fell = used, now
-        still = self.low < self.high and now - self.fell >= self.STILL
-        return still or self.late(now)
+        falling = self.low < self.high or contended  # beside somebody else's, ours may not show
+        return (falling and now - self.fell >= self.STILL) or self.late(now)
 
     def late(self, now: float) -> bool:
         """Whether it takes longer than it ever should."""
@@ -820,6 +833,7 @@ class CardLock:
         self.file = file
         self.fd = -1
         self.held = False
+        self.outdated: list[int] = []  # descriptors of files that were replaced while we held them
 
     def claims(self) -> list[Contender]:
         """Who else holds this lock or waits for it. Unknown if the file cannot be had."""
@@ -849,14 +863,15 @@ class CardLock:
         except FileNotFoundError:
             there = None
         if self.fd < 0 or not there or not os.path.samestat(there, os.fstat(self.fd)):
-            fd = os.open(self.file, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if there else os.O_CREAT)
+            fd = os.open(self.file, flags, 0o644)
             if not there:
                 os.fchmod(fd, 0o644)  # whatever the umask: every user's jobs are to lock it
-            held, self.held = self.held, False
-            self.close()
-            self.fd = fd
-            if held:
-                self.take()
+            if self.held:
+                self.outdated.append(self.fd)  # a job may wait for it, and has to wait on
+            elif self.fd >= 0:
+                os.close(self.fd)
+            self.fd, self.held = fd, False
             there = os.fstat(fd)
         major, minor = os.major(there.st_dev), os.minor(there.st_dev)
         return f"{major:02x}:{minor:02x}:{there.st_ino}"
@@ -866,7 +881,7 @@ class CardLock:
         if not self.held:
             try:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            except OSError:
                 return False
             self.held = True
         return True
@@ -876,12 +891,15 @@ class CardLock:
         if self.held:
             fcntl.flock(self.fd, fcntl.LOCK_UN)
             self.held = False
+        while self.outdated:
+            os.close(self.outdated.pop())
 
     def close(self) -> None:
         """Lets go of the file, and with it of the lock."""
+        self.release()
         if self.fd >= 0:
             os.close(self.fd)
-        self.fd, self.held = -1, False
+        self.fd = -1
 
 
 # ---- jobs that the KFD never sees
@@ -908,7 +926,7 @@ def drm_clients(fdinfo: str, pci: str) -> Iterator[tuple[str, int]]:
     if values.get("drm-pdev") != [pci] or "drm-client-id" not in values:
         return
     amount = values.get("drm-resident-vram") or values.get("drm-memory-vram") or ["0"]
-    if amount[0].isdigit():
+    if amount[0].isascii() and amount[0].isdigit():
         unit = {"KiB": 1024, "MiB": MIB, "GiB": GIB}.get(amount[1], 1) if amount[1:] else 1
         yield " ".join(values["drm-client-id"]), int(amount[0]) * unit
 
@@ -1019,7 +1037,7 @@ class Run:
         self.pid = self.process.pid
         self.started = now
         self.stop_began = now
-        self.used_before = used  # bytes of VRAM
+        self.used_before = self.used_last = used  # bytes of VRAM in use: before it, and with it
         self.since_ready: float | None = None
         self.last_request = now
         self.ready = False  # may be sent requests; written by the poll loop alone
@@ -1385,12 +1403,12 @@ def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Dec
     for child in seen.children:
         if child.state in (LOADING, READY):
             continue
-        if seen.claim or seen.contenders:
+        if wedged:
+            reason = ("wedged", f"{wedged} is wedged: SIGKILL does not end it")
+        elif seen.claim or seen.contenders:
             lasting = seen.claim or contended >= evict_after
             reason = ("yielded" if lasting else "streak",
                       f"yielded to {seen.claim or seen.contenders}")
-        elif wedged:
-            reason = ("wedged", f"{wedged} is wedged: SIGKILL does not end it")
         elif seen.blind:
             reason = ("blind", seen.blind)
         elif seen.settling:
@@ -1437,7 +1455,6 @@ class Supervisor:
         self.used: int | None = None
         self.contenders: list[Contender] = []
         self.claims: list[Contender] = []  # on the card lock
-        self.loaded = 0  # bytes of VRAM used when children last ran
         self.returning: Returning | None = None
         self.handovers: collections.deque[Handover] = collections.deque(maxlen=20)
         self.yields = Yields()
@@ -1510,8 +1527,11 @@ class Supervisor:
         except Unknown as trouble:
             blind = str(trouble)
         try:
-            self.claims = self.lock.claims() if self.lock.file else []
-            claim = named(self.claims)
+            if self.lock.file:
+                self.claims = self.lock.claims()
+                claim = named(self.claims)
+                if self.returning or any(child.run for child in self.children):
+                    self.lock.take()  # the file may be a new one
         except Unknown as trouble:
             blind = str(trouble)
         try:
@@ -1529,8 +1549,10 @@ class Supervisor:
             if self.returning.over(now, self.used, bool(contenders)):
                 self.card_is_free(self.returning, now)
         children = tuple(self.child_seen(child, now) for child in self.children)
-        if self.used is not None and any(c.state in (LOADING, READY) for c in children):
-            self.loaded = self.used
+        if self.used is not None:
+            for child in self.children:
+                if child.run and child.state in (LOADING, READY):
+                    child.run.used_last = self.used
         return Seen(tick, children, contenders, claim, blind, self.settling(), free)
 
     @staticmethod
@@ -1589,11 +1611,11 @@ class Supervisor:
 
     def start_child(self, child: Child, now: float) -> str:
         """Starts a child, or says why it cannot be."""
-        if self.lock.file and not self.lock.take():
-            return "the card lock is held by a process that the kernel does not name"
         if taken(child.config.addr):
             host, port = child.config.addr or ("", 0)
             return f"{host}:{port} is in use by another program"
+        if self.lock.file and not self.lock.take():
+            return "the card lock is held by a process that the kernel does not name"
         if self.prefix is None:
             self.prefix = die_with_us()
         run = child.start(now, self.used or 0, self.prefix)
@@ -1621,10 +1643,11 @@ class Supervisor:
             os.close(run.pidfd)
         if child.rest_from != NEVER:
             child.rest_from = now
-        began, before = run.stop_began, run.used_before
+        began, before, loaded = run.stop_began, run.used_before, run.used_last
         if self.returning:
             began, before = min(began, self.returning.began), min(before, self.returning.before)
-        self.returning = Returning(began, now, before, self.loaded)
+            loaded = max(loaded, self.returning.high)
+        self.returning = Returning(began, now, before, loaded)
         self.unseen_base, self.unseen = None, ""
         last = self.handovers[-1] if self.handovers else None
         if last and last.free is None and not any(c.run for c in self.children):
@@ -1633,7 +1656,7 @@ class Supervisor:
 
     def card_is_free(self, returning: Returning, now: float) -> None:
         self.returning = None
-        took, back = now - returning.began, max(0, self.loaded - int(returning.low))
+        took, back = now - returning.began, returning.high - returning.low
         if returning.late(now):
             log.warning("VRAM does not come back: %s of it in %s", gib(back), spell(took))
         else:
@@ -1652,7 +1675,9 @@ class Supervisor:
         """
         states = {child.state for child in self.children}
         strangers = seen.contenders not in ("", self.unseen)
-        if self.used is None or READY not in states or LOADING in states or strangers:
+        if self.used is None:
+            return
+        if READY not in states or LOADING in states or strangers:
             self.unseen_base = None
             return
         if self.unseen_base is None:
@@ -1668,7 +1693,11 @@ class Supervisor:
                          " the KFD; it is held by")
 
     def own_vram(self) -> int:
-        return sum(self.card.held(child.run.pid) for child in self.children if child.run)
+        return sum(
+            self.card.held(process.pid)
+            for child in self.children if child.run
+            for process in session_members(child.run.pid)
+        )
 
     def explain(self, what: str) -> None:
         """Logs `what` and who holds VRAM; in a thread, since that look may take its time."""
@@ -1804,10 +1833,8 @@ class Supervisor:
         if config.listen != old.listen:
             log.warning("listen has changed: that needs a restart of mavgpud")
         if config.card_lock != old.card_lock:
-            held = self.lock.held
             self.lock.close()
             self.lock = CardLock(config.card_lock)
-            self.lock.held = held  # so that opening the file takes the lock
         self.card = Card(config.kfd_root, config.drm_device, config.ignore)
         self.loop.interval = config.poll
         known = {child.name: child for child in self.children}

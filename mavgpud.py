@@ -1246,6 +1246,7 @@ class Child:
         if self.state in (LOADING, READY):
             ended = run.exited()
             if ended:
+                run.ready = False
                 self.fail(now, f"pid {run.pid} {ended} {self.doing(now)}")
                 self.stop(now, f"{self.name} has crashed")
             elif self.state == LOADING and run.healthy:

@@ -1323,7 +1323,7 @@ class Running(TestCase):
             stream.rest()
             self.assertFalse(stream.whole)
         top.wait_log(rf"pid {pid} exited, killed by SIGKILL while ready.*; next try in 5s$")
-        until(lambda: top.get("/health").status == 503)  # the sockets end before the process does
+        self.assertEqual(top.get("/health").status, 503)
 
     def test_crash_is_noticed_at_once(self) -> None:
         """Not at the next poll, which is a minute away, and not by a probe, for there is none."""

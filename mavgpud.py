@@ -1514,6 +1514,7 @@ class Supervisor:
         self.act(decision, seen, why, now)
         self.watch_unseen(seen)
         self.publish(why, now)
+        self.report(seen.blind, why)
         self.systemd.pass_done(now, self.sentence, self.closing is not None)
         return self.next_pass(now)
 
@@ -1540,10 +1541,6 @@ class Supervisor:
             self.contenders = self.card.contenders(ours)
         except Unknown as trouble:
             blind = str(trouble)
-        self.tell("blind", logging.WARNING, blind and f"{blind}: nothing is started blind")
-        self.tell("kfd", logging.WARNING, "" if self.card.has_kfd else
-                  f"{self.card.kfd_root} does not exist: no job can be seen coming, only free VRAM"
-                  " decides")
         contenders = named(self.contenders) or (self.unseen if self.config.evict_unseen else "")
         stopping = any(child.state == STOPPING for child in self.children)
         returning = None if stopping else self.returning  # the last one's VRAM is what counts
@@ -1720,10 +1717,7 @@ class Supervisor:
         self.told[topic] = words
 
     def publish(self, why: Mapping[str, tuple[str, str]], now: float) -> None:
-        """Says of each child what it does, or why it does not run; in the log only if that is new.
-
-        Numbers that change from poll to poll are part of the words, but do not make them new.
-        """
+        """Puts into words, for whoever asks, what each child does or why it does not run."""
         sentences = []
         unix = time.time()
         for child in self.children:
@@ -1741,7 +1735,21 @@ class Supervisor:
             child.reason = words
             ready = f"{child.name} is ready"
             sentences.append(ready if child.state == READY else f"{child.name} not loaded: {words}")
+        self.sentence = "; ".join(sentences)
+        self.snapshot = snapshot(self, now)
+
+    def report(self, blind: str, why: Mapping[str, tuple[str, str]]) -> None:
+        """Logs why nothing runs, if that is new. After `publish`, so that all say the same.
+
+        Numbers that change from poll to poll are part of the words, but do not make them new.
+        """
+        self.tell("blind", logging.WARNING, blind and f"{blind}: nothing is started blind")
+        self.tell("kfd", logging.WARNING, "" if self.card.has_kfd else
+                  f"{self.card.kfd_root} does not exist: no job can be seen coming, only free VRAM"
+                  " decides")
+        for child in self.children:
             topic = "why " + child.name
+            kind, words = why.get(child.name, (child.state, ""))
             new = f"{kind} {words if kind in ('yielded', 'start') else ''}"
             if child.state == READY:
                 self.told[topic] = ""
@@ -1751,8 +1759,6 @@ class Supervisor:
                     self.explain(f"{child.name} not loaded: {words}; VRAM is held by")
                 else:
                     log.info("%s not loaded: %s", child.name, words)
-        self.sentence = "; ".join(sentences)
-        self.snapshot = snapshot(self, now)
 
     def phase(self, child: Child, kind: str) -> tuple[str, str]:
         """What the time line has for a child: the kind of an Entry, and who."""
@@ -2053,9 +2059,10 @@ class Request:
         options = known.get(b"connection", ())
         self.close = self.old or b"close" in options
         # Nothing but websocket: with h2c, requests could be smuggled past us.
-        self.upgrade = b"upgrade" in options and self.framing == 0 and [
-            value.lower() for value in known.get(b"upgrade", ())
-        ] == [b"websocket"]
+        wanted = [value.lower() for value in known.get(b"upgrade", ())]
+        self.upgrade = (
+            wanted == [b"websocket"] and b"upgrade" in options and not (self.framing or self.old)
+        )
 
     def expects(self) -> bool:
         """Whether the client waits for a 100 (Continue) before it sends the body."""
@@ -2639,10 +2646,11 @@ class Exchange:
         self.request = request
         self.body = body
         self.run = run
-        self.guard = threading.Lock()  # for the three below
+        self.guard = threading.Lock()  # for the four below
         self.upstream: Upstream | None = None
         self.why = ""  # it has been cut
         self.stuck = False  # blocked in sending to the client
+        self.reset = False  # the client's connection must end with a reset
         self.upload: Upload | None = None
         self.response: Response | None = None  # the one whose head the client has been sent
 
@@ -2656,7 +2664,7 @@ class Exchange:
             self.why = self.why or why
             if self.upstream:
                 shut(self.upstream.sock)
-            if self.stuck or self.handler.gone:
+            if (self.stuck or self.handler.gone) and not self.reset:
                 shut(self.handler.sock)
 
     def carry(self) -> None:
@@ -2664,13 +2672,14 @@ class Exchange:
         try:
             self.relay(self.ask())
         except Lost:
-            self.handler.close_connection = True
+            self.let_go()
+            self.break_off()
         except (OSError, Ended, Stalled, Malformed) as error:
             self.let_go()
             self.fail(error)
         finally:
-            self.let_go()
             self.end_upload()
+            self.let_go()
 
     def ask(self) -> Response:
         """Sends the request; gives the final response's head, or that of an upgrade."""
@@ -2684,8 +2693,7 @@ class Exchange:
             upstream = self.attach(Upstream(self.run.config.addr))
             upstream.wire.send(first)
             if not body.done:
-                self.upload = Upload(self, body, handler.STALL_TIME)
-                handler.server.run(self.upload.run)
+                self.begin_upload(Upload(self, body, handler.STALL_TIME))
             response = upstream.response(request.method)
         interim = 0
         while response.status < 200:
@@ -2733,11 +2741,18 @@ class Exchange:
         return upstream
 
     def let_go(self, reusable: bool = False) -> None:
-        """Closes the connection to the child, or gives it back to be used again."""
-        if not self.upstream:
+        """Closes the connection to the child, or gives it back to be used again.
+
+        While the upload's thread uses it, it is only shut down; that frees the thread as well.
+        """
+        upstream = self.upstream
+        if not upstream:
+            return
+        if self.upload and not self.upload.over.is_set():
+            shut(upstream.sock)
             return
         with self.guard:
-            upstream, self.upstream = self.upstream, None
+            self.upstream = None
         if reusable and not self.why and upstream.wire.start == upstream.wire.end:
             self.run.pool.give(upstream, time.monotonic())
         else:
@@ -2752,8 +2767,7 @@ class Exchange:
         body = Body(self.upstream.wire, length)
         if tunnel:
             handler.close_connection = True
-            self.upload = Upload(self, Body(handler.wire, UNTIL_CLOSE), 0)
-            handler.server.run(self.upload.run)
+            self.begin_upload(Upload(self, Body(handler.wire, UNTIL_CLOSE), 0))
         elif upload and not upload.over.wait(0.01):
             handler.close_connection = True  # an answer before the request has ended
         chunked = length < 0 and not request.old and not tunnel
@@ -2814,7 +2828,7 @@ class Exchange:
         else:
             name = self.run.config.name
             reason = (
-                error.strerror if isinstance(error, OSError)
+                error.strerror or str(error) if isinstance(error, OSError)
                 else f"it sent a malformed answer ({error})" if isinstance(error, Malformed)
                 else "it closed the connection without an answer" if isinstance(error, Ended)
                 else "it does not take the request"
@@ -2832,28 +2846,42 @@ class Exchange:
                 handler.reply(self.request, self.body, page)
 
     def abort(self) -> None:
-        """Ends a response visibly before its end: no last chunk, or too few bytes, or a reset."""
-        handler, response = self.handler, self.response
-        handler.close_connection = True
+        """Ends a response visibly before its end; a stream of events says why, if it can."""
+        response = self.response
         assert response
         if self.why and response.framing < 0 and not self.request.old and response.is_events():
             event = json.dumps(trouble_object(503, f"cut off: {self.why}", "unavailable_error"))
-            try:
-                handler.sock.send(framed([f"data: {event}\n\n".encode()], True, False), DONTWAIT)
-            except OSError:
-                return  # it takes nothing now; the end is visible all the same
-        elif response.framing < 0:
-            # Where the end of the connection is the end of the body, only a reset is no end.
+            data = framed([f"data: {event}\n\n".encode()], True, False)
+            with contextlib.suppress(OSError):  # the end is visible even if it takes nothing now
+                self.handler.sock.send(data, DONTWAIT)
+        self.break_off()
+
+    def break_off(self) -> None:
+        """Makes the end of the client's connection visible as an abort.
+
+        The last chunk, or some of the bytes announced, is missing; for HTTP/1.0 clients, to whom
+        the end of the connection is the end of the body, it takes a reset.
+        """
+        handler = self.handler
+        handler.close_connection = True
+        if self.response and self.response.framing < 0 and self.request.old:
+            with self.guard:
+                self.reset = True
             handler.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
+    def begin_upload(self, upload: Upload) -> None:
+        self.handler.server.run(upload.go_on)
+        self.upload = upload
+
     def end_upload(self) -> None:
-        """Waits for the upload's thread, which uses the client's socket."""
+        """Waits for the upload's thread, which uses both sockets."""
         upload, handler = self.upload, self.handler
         if not upload or upload.over.is_set():
             return
         handler.close_connection = True
         upload.broken = True  # it only reads on, so that no reset overtakes our answer
-        shut(handler.sock, socket.SHUT_WR)
+        # An end of ours before a reset would be taken for the end of the body.
+        shut(handler.sock, socket.SHUT_RD if self.reset else socket.SHUT_WR)
         if not upload.over.wait(2.0):
             shut(handler.sock)
             upload.over.wait()
@@ -2875,7 +2903,8 @@ class Upload:
         self.fault: Exception | None = None  # the client's
         self.broken = False  # the child takes no more
 
-    def run(self) -> None:
+    def go_on(self) -> None:
+        """What the thread does: sends what has arrived and what comes, until its end."""
         body, chunked = self.body, self.body.framing == CHUNKED
         try:
             self.exchange.handler.set_limit(self.limit)
@@ -2961,22 +2990,21 @@ class Front(http.server.ThreadingHTTPServer):
         with self.guard:
             room = self.connections < self.supervisor.config.max_connections
             self.connections += room
-        if room:
-            self.run(lambda: self.serve(request, client_address))
-        elif self.refusals.acquire(blocking=False):
-            self.run(lambda: self.turn_away(request))
-        else:
+        try:
+            if room:
+                self.run(lambda: self.serve(request, client_address))
+            elif self.refusals.acquire(blocking=False):
+                self.run(lambda: self.turn_away(request))
+            else:
+                request.close()
+        except RuntimeError as error:  # there can be no more threads
+            log.error("a connection of %s is dropped: %s", client_address[0], error)
             request.close()
-
-    def serve_forever(self, poll_interval: float = 0.5) -> None:
-        """Accepts, on one CPU, which the threads started from here inherit.
-
-        Threads of Python do not run at the same time anyway. On several CPUs each of their many
-        hand-overs of the interpreter lock wakes another CPU: twice the work for a third of the
-        requests. The poll loop, and so the children, are not concerned.
-        """
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-        super().serve_forever(poll_interval)
+            if room:
+                with self.guard:
+                    self.connections -= 1
+            else:
+                self.refusals.release()
 
     def serve(self, request: Any, client_address: Any) -> None:
         try:

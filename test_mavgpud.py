@@ -37,13 +37,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # A stand-in is started some hundred times, so it does without what only the tests need.
 if sys.argv[1:2] != ["--stand-in"]:
     import atexit
+    import concurrent.futures
     import ctypes
     import errno
     import functools
@@ -53,8 +54,10 @@ if sys.argv[1:2] != ["--stand-in"]:
     import itertools
     import logging
     import py_compile
+    import queue
     import random
     import re
+    import resource
     import shlex
     import shutil
     import struct
@@ -706,7 +709,7 @@ class Supervisor:
     def start(self) -> Supervisor:
         self.write()
         self.process = subprocess.Popen(
-            [*self.under, sys.executable, compiled(), "--config", self.file],
+            [*self.under, sys.executable, *self.program(), "--config", self.file],
             env={**self.machine.environment(), **self.env},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
@@ -714,6 +717,10 @@ class Supervisor:
         self.collector = threading.Thread(target=self.collect, args=(self.process.stdout,))
         self.collector.start()
         return self
+
+    def program(self) -> list[str]:
+        """What Python is given to run."""
+        return [compiled()]
 
     def write(self, **changes: Any) -> None:
         """Writes the configuration file, with changes that last; None removes a key."""
@@ -1977,7 +1984,1949 @@ class Signals(TestCase):
         self.assertLess(top.moment("is ready") - top.moment("next try"), 4.9)
 
 
-# ---- tests: the proxy (to be inserted below this line) -------------------------------------------
+# ---- tests: the proxy, and both of its ends ------------------------------------------------------
+
+
+class Head(NamedTuple):
+    """A message head as it was on the wire."""
+
+    first: bytes
+    lines: list[bytes]
+
+    def values(self, name: bytes) -> list[bytes]:
+        fields = (line.partition(b":") for line in self.lines)
+        return [value.strip() for key, _, value in fields if key.lower() == name]
+
+    @property
+    def status(self) -> int:
+        return int(self.first.split(b" ")[1])
+
+
+class Peer:
+    """A raw connection with a buffer, at either end. Nothing here waits longer than DEADLINE."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(DEADLINE)
+        self.sock = sock
+        self.buffer = bytearray()
+
+    def send(self, *data: bytes) -> None:
+        self.sock.sendall(b"".join(data))
+
+    def fill(self) -> bool:
+        data = self.sock.recv(1 << 18)
+        self.buffer += data
+        return bool(data)
+
+    def wait_for(self, mark: bytes) -> bool:
+        while mark not in self.buffer:
+            if not self.fill():
+                return False
+        return True
+
+    def until(self, mark: bytes) -> bytes:
+        if not self.wait_for(mark):
+            raise AssertionError(f"the connection ended before {mark!r}: {bytes(self.buffer)!r}")
+        return self.take(self.buffer.index(mark) + len(mark))
+
+    def take(self, count: int) -> bytes:
+        while len(self.buffer) < count:
+            if not self.fill():
+                raise AssertionError(f"the connection ended: {bytes(self.buffer)!r}")
+        data = bytes(self.buffer[:count])
+        del self.buffer[:count]
+        return data
+
+    def head(self) -> Head:
+        first, *lines = self.until(b"\r\n\r\n")[:-4].split(b"\r\n")
+        return Head(first, lines)
+
+    def chunk(self) -> bytes:
+        """The next chunk's content; empty for the last one."""
+        size = int(self.until(b"\r\n"), 16)
+        data = self.take(size + 2)
+        assert data.endswith(b"\r\n"), data
+        return data[:-2]
+
+    def message(self) -> tuple[Head, bytes]:
+        """A whole message that says how long it is."""
+        head = self.head()
+        if head.values(b"transfer-encoding"):
+            return head, b"".join(iter(self.chunk, b""))
+        return head, self.take(int((head.values(b"content-length") or [b"0"])[0]))
+
+    def rest(self) -> tuple[bytes, str]:
+        """What comes until the connection ends, and how it does: `end` or `reset`."""
+        try:
+            while self.fill():
+                continue
+        except ConnectionResetError:
+            return bytes(self.buffer), "reset"
+        return bytes(self.buffer), "end"
+
+    def ended(self, how: int = select.POLLRDHUP) -> bool:
+        """Waits for the end of the connection, also of one whose bytes nobody has read."""
+        poller = select.poll()
+        poller.register(self.sock, how)
+        return bool(poller.poll(DEADLINE * 1000))
+
+    def was_reset(self) -> bool:
+        """Waits for a reset, which is what closing does to what nobody has read."""
+        return self.ended(0)
+
+    def writable(self, seconds: float) -> bool:
+        poller = select.poll()
+        poller.register(self.sock, select.POLLOUT)
+        return bool(poller.poll(seconds * 1000))
+
+    def pour(self, data: bytes, most: int) -> int:
+        """Sends `data` again and again until it blocks for half a second; the bytes it took."""
+        total = 0
+        while total < most and self.writable(0.5):
+            with contextlib.suppress(BlockingIOError):
+                total += self.sock.send(data, socket.MSG_DONTWAIT)
+        return total
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def reset(self) -> None:
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.sock.close()
+
+
+class RawServer:
+    """Listens in a child's place: answers probes, and hands every other connection to the test."""
+
+    def __init__(self, port: int) -> None:
+        self.listener = socket.create_server(("127.0.0.1", port), backlog=256)
+        self.connections: queue.SimpleQueue[Peer] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                peer = Peer(self.listener.accept()[0])
+            except OSError:
+                return
+            with contextlib.suppress(OSError):
+                if peer.wait_for(b"\r\n\r\n"):
+                    if not peer.buffer.startswith(b"GET /health HTTP/1.1\r\n"):
+                        self.connections.put(peer)
+                        continue
+                    peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+            peer.close()
+
+    def close(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)  # wakes accept(), which close() does not
+        self.thread.join()
+        self.listener.close()
+
+
+class Sandwich(Supervisor):
+    """A supervisor whose child only sleeps, and a RawServer that listens in that child's place.
+
+    `tuning` is Python that is run before the program, to shorten times that no key is there for.
+    """
+
+    def __init__(self, machine: Machine, tuning: str = "", listen: bool = True, **config: Any):
+        self.tuning = tuning
+        self.server: RawServer | None = None
+        super().__init__(machine, **{
+            "llama_bin": "/bin/sh", "llama_args": ["-c", "exec sleep 600"],
+            "wait_for_model": "10s", **config,
+        })
+        self.started()  # it would not be if somebody listened there already
+        if listen:
+            self.listen()
+
+    def program(self) -> list[str]:
+        if not self.tuning:
+            return super().program()
+        return ["-c", f"import sys; sys.path.insert(0, {os.path.dirname(PROGRAM)!r}); "
+                f"import mavgpud; {self.tuning}; sys.exit(mavgpud.main())"]
+
+    def listen(self) -> None:
+        self.server = RawServer(self.llama_port)
+
+    def close(self) -> None:
+        if self.server:
+            self.server.close()
+        super().close()
+
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def figure(self, key: str) -> int:
+        """A number of /proc/PID/status, such as Threads or VmRSS (KiB)."""
+        with open(f"/proc/{self.pid}/status") as file:
+            return int(next(line.split()[1] for line in file if line.startswith(key + ":")))
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+LAST = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+UPLOAD = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % (1 << 30)
+TOO_LARGE = (b"HTTP/1.1 413 Content Too Large\r\nContent-Length: 3\r\nConnection: close\r\n\r\n"
+             b"big")
+
+
+def get(target: bytes = b"/", *lines: bytes) -> bytes:
+    return b"\r\n".join((b"GET " + target + b" HTTP/1.1", b"Host: h", *lines, b"", b""))
+
+
+def post(body: bytes, *lines: bytes) -> bytes:
+    head = (b"POST /p HTTP/1.1", b"Host: h", b"Content-Length: %d" % len(body), *lines, b"", b"")
+    return b"\r\n".join(head) + body
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+class ProxyCase(unittest.TestCase):
+    """Tests in front of a supervisor, `top`, and behind it: of each test's own, or shared."""
+
+    top: Sandwich
+    shared = contextlib.ExitStack()
+
+    def sandwich(self, tuning: str = "", listen: bool = True, **config: Any) -> Sandwich:
+        """A supervisor for this test."""
+        machine = Machine()
+        self.addCleanup(machine.close)
+        self.top = Sandwich(machine, tuning, listen, **config)
+        self.addCleanup(self.top.close)
+        return self.top
+
+    @classmethod
+    def share(cls) -> None:
+        """A supervisor for all tests of the class, which then run one after the other."""
+        with contextlib.ExitStack() as stack:
+            machine = stack.enter_context(Machine())
+            cls.top = Sandwich(machine)
+            stack.callback(cls.top.close)
+            # Not addClassCleanup: before Python 3.11, all classes have one list of these together.
+            cls.shared = stack.pop_all()
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        cls.shared.close()
+
+    def tearDown(self) -> None:
+        """What a test has left unread is not the next one's."""
+        if self.top.server:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self.top.server.connections.get_nowait().close()
+
+    def client(self, *data: bytes) -> Peer:
+        client = Peer(socket.create_connection(("127.0.0.1", self.top.port), DEADLINE))
+        self.addCleanup(client.close)
+        client.send(*data)
+        return client
+
+    def peer(self) -> Peer:
+        """The child's end of the next new connection; its first head has arrived."""
+        assert self.top.server
+        try:
+            peer = self.top.server.connections.get(timeout=DEADLINE)
+        except queue.Empty:
+            raise AssertionError("no connection to the child") from None
+        self.addCleanup(peer.close)
+        return peer
+
+    def ask(self, *request: bytes) -> tuple[Peer, Peer, Head]:
+        """A request on a new connection; both ends, and the head as the child got it."""
+        client = self.client(*request)
+        peer = self.peer()
+        return client, peer, peer.head()
+
+    def nothing_more(self) -> None:
+        """Nothing else has reached the child: the next to get there is ours."""
+        client, peer, head = self.ask(get(b"/nothing-more"))
+        self.assertEqual(head.first, b"GET /nothing-more HTTP/1.1")
+        peer.send(LAST)
+        client.message()
+
+    def assert_trouble(self, client: Peer, status: int) -> Head:
+        """An error of our own, in llama-server's form."""
+        head, body = client.message()
+        self.assertEqual(head.status, status, body)
+        error = json.loads(body)["error"]
+        self.assertEqual(error["code"], status)
+        self.assertIsInstance(error["message"], str)
+        self.assertIsInstance(error["type"], str)
+        return head
+
+
+# ---- tests: the parsers of the front -------------------------------------------------------------
+
+
+class RequestHeads(unittest.TestCase):
+    def refused(self, status: int, *heads: bytes) -> None:
+        for head in heads:
+            with self.subTest(head[:80]), self.assertRaises(mavgpud.Malformed) as caught:
+                mavgpud.Request(head + b"\r\n\r\n")
+            if head and caught.exception.status != status:
+                self.fail(f"{head[:80]!r}: {caught.exception.status}, not {status}")
+
+    def test_what_is_read(self) -> None:
+        H = b"\r\nHost: h"
+        table: list[tuple[bytes, bytes, bytes, int, bool, bool]] = [
+            # head, method, target, framing, close, upgrade
+            (b"GET / HTTP/1.1" + H, b"GET", b"/", 0, False, False),
+            (b"GET //a//%2F/../b?x=[]&y=%zz HTTP/1.1" + H, b"GET", b"//a//%2F/../b?x=[]&y=%zz",
+             0, False, False),
+            (b"GET /\xc3\xa9'\"<>{}|\\^` HTTP/1.1" + H, b"GET", b"/\xc3\xa9'\"<>{}|\\^`",
+             0, False, False),
+            (b"M-SEARCH~!#$%&'*+.^_`| /x HTTP/1.1" + H, b"M-SEARCH~!#$%&'*+.^_`|", b"/x",
+             0, False, False),
+            (b"GET / HTTP/1.0", b"GET", b"/", 0, True, False),
+            (b"GET / HTTP/1.2" + H, b"GET", b"/", 0, False, False),
+            (b"GET http://Other:80/a?b HTTP/1.1" + H, b"GET", b"/a?b", 0, False, False),
+            (b"GET HTTP://other HTTP/1.1" + H, b"GET", b"/", 0, False, False),
+            (b"GET http://other?q HTTP/1.1" + H, b"GET", b"/?q", 0, False, False),
+            (b"OPTIONS * HTTP/1.1" + H, b"OPTIONS", b"*", 0, False, False),
+            (b"POST / HTTP/1.1\r\nContent-Length: 007" + H, b"POST", b"/", 7, False, False),
+            (b"POST / HTTP/1.1\r\nContent-Length:\t5 \t" + H, b"POST", b"/", 5, False, False),
+            (b"POST / HTTP/1.1\r\ntransfer-ENCODING: Chunked" + H, b"POST", b"/", mavgpud.CHUNKED,
+             False, False),
+            (b"GET / HTTP/1.1\r\nConnection: x, Close" + H, b"GET", b"/", 0, True, False),
+            (b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: WebSocket" + H, b"GET", b"/", 0,
+             False, True),
+            (b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: h2c" + H, b"GET", b"/", 0,
+             False, False),
+            (b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\nUpgrade: h2c" + H,
+             b"GET", b"/", 0, False, False),
+            (b"GET / HTTP/1.1\r\nUpgrade: websocket" + H, b"GET", b"/", 0, False, False),
+        ]
+        for head, *expected in table:
+            with self.subTest(head):
+                request = mavgpud.Request(head + b"\r\n\r\n")
+                self.assertEqual(
+                    [request.method, request.target, request.framing, request.close,
+                     request.upgrade], expected)
+
+    def test_request_lines(self) -> None:
+        self.refused(
+            400,
+            *(line + b"\r\nHost: h" for line in (
+                b"", b"GET", b"GET /", b"GET  / HTTP/1.1", b"GET /  HTTP/1.1", b"GET\t/ HTTP/1.1",
+                b" GET / HTTP/1.1", b"GET / HTTP/1.1 ", b"GET /a b HTTP/1.1", b"G(T / HTTP/1.1",
+                b"GET /\x00 HTTP/1.1", b"GET /\x7f HTTP/1.1", b"GET /\t HTTP/1.1",
+                b"GET / http/1.1", b"GET / HTTP/1.10", b"GET / HTTP/1.", b"GET / HTTP/+1.1",
+                b"GET / HTTP/1.1\rX: y", b"GET / HTTP/1.1\nX: y", b"GET /\xa0/ HTTP/1.1\x85",
+                b"GET a HTTP/1.1", b"GET * HTTP/1.1", b"GET ftp://h/ HTTP/1.1",
+                b"GET http:///x HTTP/1.1", b"GET http://u@h/ HTTP/1.1", b"GET h:80 HTTP/1.1",
+            )),
+        )
+        self.refused(505, b"GET / HTTP/2.0\r\nHost: h", b"PRI * HTTP/2.0", b"GET / HTTP/0.9")
+        self.refused(405, b"CONNECT h:80 HTTP/1.1\r\nHost: h", b"TRACE / HTTP/1.1\r\nHost: h")
+
+    def test_fields(self) -> None:
+        self.refused(
+            400,
+            *(b"GET / HTTP/1.1\r\nHost: h\r\n" + line for line in (
+                b"A : b", b"A\t: b", b": b", b"A", b" A: b", b"A: b\r\n c", b"A: b\r\n\tc",
+                b"A: b\rc", b"A: b\nc", b"A: b\nB: c", b"A: \x00", b"A: \x0b", b"A: \x7f",
+                b"A b: c", b"A\x00: b", b"(A): b", b"\xc3\xa9: b", b"A: b\r",
+            )),
+            b"GET / HTTP/1.1\r\n folded: x\r\nHost: h",
+        )
+        many = b"".join(b"\r\nA: b" for _ in range(mavgpud.MAX_FIELDS))
+        self.refused(431, b"GET / HTTP/1.1\r\nHost: h" + many)
+        mavgpud.Request(b"GET / HTTP/1.1\r\nHost: h" + many[6:] + b"\r\n\r\n")
+
+    def test_hosts(self) -> None:
+        for host in (b"h", b"", b"h:80", b"h:", b"127.0.0.1:8080", b"[::1]", b"[::1]:80", b"a_b~c",
+                     b"%41"):
+            with self.subTest(host):
+                mavgpud.Request(b"GET / HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+        self.refused(400, b"GET / HTTP/1.1", b"GET http://h/ HTTP/1.1",
+                     b"GET / HTTP/1.1\r\nHost: a\r\nHost: a",
+                     b"GET / HTTP/1.0\r\nHost: a\r\nhost: b")
+        self.refused(400, *(b"GET / HTTP/1.1\r\nHost: " + host for host in (
+            b"a b", b"a,b", b"u@h", b"h/x", b"h:x", b"h:123456", b"::1", b"[::1", b"[x]", b"h#",
+            b"h?x", b"%4", b"\xc3\xa9")))
+
+    def test_lengths(self) -> None:
+        self.refused(
+            400,
+            *(b"POST / HTTP/1.1\r\nHost: h\r\n" + lines for lines in (
+                b"Content-Length: 5\r\nTransfer-Encoding: chunked",
+                b"Transfer-Encoding: chunked\r\nContent-Length: 5",
+                b"Transfer-Encoding: chunked\r\nConnection: content-length\r\nContent-Length: 5",
+                b"Content-Length: 5\r\nContent-Length: 6",
+                b"Content-Length: 5\r\ncontent-length: 5",
+                *(b"Content-Length: " + value for value in (
+                    b"", b"-1", b"+5", b"5,5", b"5, 5", b"5 5", b"0x5", b"1_0", b"5.0", b"\xb2",
+                    b"1" * 19)),
+                *(b"Transfer-Encoding: " + value for value in (
+                    b"", b"gzip", b"gzip, chunked", b"chunked, chunked", b"identity", b"xchunked",
+                    b"chunked;a", b'"chunked"', b"\x0bchunked")),
+                b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+                b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked",
+            )),
+            b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked",
+        )
+
+    def test_framing(self) -> None:
+        for known, expected in (
+            ({}, -7),
+            ({b"content-length": [b"0"]}, 0),
+            ({b"content-length": [b"123456789012345678"]}, 123456789012345678),
+            ({b"transfer-encoding": [b"CHUNKED"]}, mavgpud.CHUNKED),
+        ):
+            with self.subTest(known):
+                self.assertEqual(mavgpud.framing(known, -7), expected)
+
+    def test_upstream_head(self) -> None:
+        head = (b"POST /a?b HTTP/1.1\r\nHost: h:1\r\nX-b: 1\r\nx-A:  2 \r\nX-b: 3\r\n"
+                b"Connection: keep-alive, x-gone\r\nX-Gone: 1\r\nKeep-Alive: 5\r\nTE: trailers\r\n"
+                b"Upgrade: h2c\r\nProxy-Connection: x\r\nProxy-Authorization: x\r\nTrailer: x\r\n"
+                b"Content-Length: 3\r\nEmpty:\r\nX-Forwarded-For: 1.1.1.1\r\n"
+                b"x-forwarded-for: 2.2.2.2\r\n\r\n")
+        sent = mavgpud.Request(head).upstream_head(b"3.3.3.3")
+        self.assertTrue(sent.endswith(b"\r\n\r\n"))
+        first, *lines = sent[:-4].split(b"\r\n")
+        self.assertEqual(first, b"POST /a?b HTTP/1.1")
+        self.assertEqual(
+            sorted(lines),
+            sorted([b"Host: h:1", b"X-b: 1", b"x-A:  2 ", b"X-b: 3", b"Empty:",
+                    b"Content-Length: 3", b"X-Forwarded-For: 1.1.1.1, 2.2.2.2, 3.3.3.3"]))
+        kept = [line for line in lines if line[:1] in b"xXE" and not line.startswith(b"X-F")]
+        self.assertEqual(kept, [b"X-b: 1", b"x-A:  2 ", b"X-b: 3", b"Empty:"])
+
+
+class ResponseHeads(unittest.TestCase):
+    def test_what_is_read(self) -> None:
+        table: list[tuple[bytes, bytes, int, int, bool]] = [
+            # method, head, status, framing, reusable
+            (b"GET", b"HTTP/1.1 200 OK\r\nContent-Length: 5", 200, 5, True),
+            (b"GET", b"HTTP/1.1 200\r\nContent-Length: 0", 200, 0, True),
+            (b"GET", b"HTTP/1.1 200 \r\nContent-Length: 0", 200, 0, True),
+            (b"GET", b"HTTP/1.1 599 \xe9t\xe9\r\nContent-Length: 0", 599, 0, True),
+            (b"GET", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: a, CLOSE", 200, 5,
+             False),
+            (b"GET", b"HTTP/1.0 200 OK\r\nContent-Length: 5", 200, 5, False),
+            (b"GET", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked", 200, mavgpud.CHUNKED, False),
+            (b"GET", b"HTTP/1.1 200 OK", 200, mavgpud.UNTIL_CLOSE, False),
+            (b"HEAD", b"HTTP/1.1 200 OK\r\nContent-Length: 5", 200, 0, True),
+            (b"HEAD", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nConnection: close", 200, 0,
+             False),
+            (b"GET", b"HTTP/1.1 204 No Content", 204, 0, True),
+            (b"GET", b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5", 304, 0, True),
+            (b"GET", b"HTTP/1.1 100 Continue", 100, 0, False),
+        ]
+        for method, head, *expected in table:
+            with self.subTest(head, method=method):
+                response = mavgpud.Response(head + b"\r\n\r\n", method)
+                self.assertEqual(
+                    [response.status, response.framing, response.reusable], expected)
+
+    def test_what_is_refused(self) -> None:
+        for head in (
+            b"", b"200 OK", b"HTTP/1.1", b"HTTP/1.1 ", b"HTTP/1.1 20 OK", b"HTTP/1.1 2000 OK",
+            b"HTTP/1.1  200 OK", b"HTTP/1.1 +20 OK", b"HTTP/1.1 099 OK", b"HTTP/1.1 600 OK",
+            b"HTTP/2.0 200 OK", b"http/1.1 200 OK", b"HTTP/1.1 200OK", b"HTTP/1.1 200 O\x00K",
+            b"HTTP/1.1 200 O\rK", b"HTTP/1.1 200 OK\nA: b", b" HTTP/1.1 200 OK",
+            *(b"HTTP/1.1 200 OK\r\n" + lines for lines in (
+                b"A : b", b"A", b" A: b", b"A: b\r\n c", b"A: b\rc", b"A: b\nc", b"A: \x00",
+                b"Content-Length: -1", b"Content-Length: 1\r\nContent-Length: 2",
+                b"Content-Length: 1, 1", b"Content-Length: 5\r\nTransfer-Encoding: chunked",
+                b"Transfer-Encoding: gzip", b"Transfer-Encoding: gzip, chunked",
+                *[b"\r\n".join([b"A: b"] * (mavgpud.MAX_FIELDS + 1))],
+            )),
+        ):
+            for method in (b"GET", b"HEAD"):
+                with self.subTest(head[:60], method=method), self.assertRaises(mavgpud.Malformed):
+                    mavgpud.Response(head + b"\r\n\r\n", method)
+
+    def test_client_head(self) -> None:
+        new = mavgpud.Request(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")
+        old = mavgpud.Request(b"GET / HTTP/1.0\r\n\r\n")
+        for head, request, close, expected in (
+            (b"HTTP/1.1 200 Fine\r\nB: 1\r\na:2\r\nConnection: b2, keep-alive\r\nB2: x\r\nB: 3\r\n"
+             b"Keep-Alive: 5\r\nContent-Length: 7", new, False,
+             b"HTTP/1.1 200 Fine\r\nB: 1\r\na:2\r\nB: 3\r\nContent-Length: 7"),
+            (b"HTTP/1.0 200 OK", new, False,
+             b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked"),
+            (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked", old, True,
+             b"HTTP/1.1 200 OK\r\nConnection: close"),
+            (b"HTTP/1.1 204 No Content\r\nContent-Length: 0", new, False,
+             b"HTTP/1.1 204 No Content"),
+            (b"HTTP/1.1 304 Not Modified\r\nContent-Length: 9", new, False,
+             b"HTTP/1.1 304 Not Modified\r\nContent-Length: 9"),
+            (b"HTTP/1.1 103 Early Hints\r\nLink: x", new, True,
+             b"HTTP/1.1 103 Early Hints\r\nLink: x"),
+        ):
+            with self.subTest(head):
+                response = mavgpud.Response(head + b"\r\n\r\n", b"GET")
+                self.assertEqual(response.client_head(request, close), expected + b"\r\n\r\n")
+
+
+class Bodies(unittest.TestCase):
+    def feed(self, framing: int, parts: Iterable[bytes]) -> tuple[bytes, bool, bytes]:
+        """The content of a body that comes in these parts, whether it is whole, what is left."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            wire = mavgpud.Wire(ours)
+            body = mavgpud.Body(wire, framing)
+            content = b""
+            for part in parts:
+                theirs.sendall(part)
+                while select.select([ours], [], [], 0)[0]:
+                    wire.fill()
+                    content += b"".join(map(bytes, body.arrived()))
+            return content, body.done, bytes(wire.view[wire.start : wire.end])
+
+    def splits(self, data: bytes) -> Iterator[list[bytes]]:
+        yield [data]
+        yield [data[at : at + 1] for at in range(len(data))]
+        for at in range(1, len(data)):
+            yield [data[:at], data[at:]]
+
+    VALID = (
+        # bytes, content, what follows
+        (b"0\r\n\r\n", b"", b""),
+        (b"0000\r\n\r\nGET", b"", b"GET"),
+        (b"0;last\r\n\r\n", b"", b""),
+        (b"5\r\nhello\r\n0\r\n\r\n", b"hello", b""),
+        (b"5\r\nhello\r\n0\r\n\r\n\r\nGET /", b"hello", b"\r\nGET /"),
+        (b"05\r\nhello\r\n6\r\n\r\nworl\r\n0\r\n\r\n", b"hello\r\nworl", b""),
+        (b"A\r\n0123456789\r\na\r\n0123456789\r\n0\r\n\r\n", b"0123456789" * 2, b""),
+        (b"5;a=b\r\nhello\r\n0;x\r\n\r\n", b"hello", b""),
+        (b"5 ; a=\"\xe9\"\r\nhello\r\n0\t;\r\n\r\n", b"hello", b""),
+        (b"5\r\nhello\r\n0\r\nA: b\r\nC:\r\n\r\nnext", b"hello", b"next"),
+        (b"0\r\nA: b\r\n\r\n", b"", b""),
+    )
+    INVALID = (
+        b"\r\n5\r\nhello\r\n0\r\n\r\n", b" 5\r\nhello\r\n", b"5 \r\nhello\r\n", b"+5\r\nhello\r\n",
+        b"-5\r\nhello\r\n", b"0x5\r\nhello\r\n", b"5_0\r\nhello\r\n", b"g\r\n", b"\r\n\r\n",
+        b";a\r\nhello\r\n", b"5\nhello\r\n0\r\n\r\n", b"5\rhello\r\n", b"5;a\nhello\r\n",
+        b"5;a\rb\r\nhello\r\n", b"5;\x00\r\nhello\r\n", b"5\r\nhelloX\r\n0\r\n\r\n",
+        b"5\r\nhelloXX0\r\n\r\n", b"5\r\nhello\n0\r\n\r\n", b"5\r\nhello0\r\n\r\n",
+        b"5\r\nhello\r\r\n0\r\n\r\n", b"0000000000000005\r\nhello\r\n", b"f" * 16 + b"\r\n",
+        b"0\r\nA : b\r\n\r\n", b"0\r\nA\r\n\r\n", b"0\r\n A: b\r\n\r\n", b"0\r\nA: b\n\r\n\r\n",
+        b"0\r\nA: \x00\r\n\r\n", b"5\r\nhello\r\n\r\n0\r\n\r\n",
+    )
+
+    def test_chunks_in_every_split(self) -> None:
+        for data, content, rest in self.VALID:
+            for parts in self.splits(data):
+                with self.subTest(parts):
+                    self.assertEqual(self.feed(mavgpud.CHUNKED, parts), (content, True, rest))
+
+    def test_malformed_chunks_in_every_split(self) -> None:
+        for data in self.INVALID:
+            for parts in self.splits(data):
+                with self.subTest(parts), self.assertRaises(mavgpud.Malformed):
+                    self.feed(mavgpud.CHUNKED, parts)
+
+    def test_malformed_at_once(self) -> None:
+        """Not only when the line has ended, which may never be."""
+        for data in (b"x", b"+", b"5\n", b"5\r5", b"5 5", b"5;\x00", b"f" * 16, b"5\r\nhelloX",
+                     b"5\r\nhello\rX", b"5;" + b"a" * mavgpud.MAX_CHUNK_LINE):
+            with self.subTest(data[:20]), self.assertRaises(mavgpud.Malformed):
+                self.feed(mavgpud.CHUNKED, [data])
+
+    def test_an_end_before_the_end(self) -> None:
+        for framing, data in (
+            (mavgpud.CHUNKED, b"5;x\r\nhello\r\n0\r\nA: b\r\n\r\n"), (9, b"x" * 9),
+        ):
+            for size in range(len(data)):
+                ours, theirs = socket.socketpair()
+                with self.subTest(data[:size]), ours:
+                    body = mavgpud.Body(mavgpud.Wire(ours), framing)
+                    theirs.sendall(data[:size])
+                    theirs.close()
+                    with self.assertRaises(mavgpud.Ended):
+                        while not body.done:
+                            body.more()
+
+    def test_lengths(self) -> None:
+        for parts in self.splits(b"hello, next"):
+            self.assertEqual(self.feed(5, parts), (b"hello", True, b", next"))
+            self.assertEqual(
+                self.feed(mavgpud.UNTIL_CLOSE, parts), (b"hello, next", False, b""))
+            self.assertEqual(self.feed(0, parts), (b"", True, b"hello, next"))
+
+    def test_until_close(self) -> None:
+        ours, theirs = socket.socketpair()
+        with ours:
+            body = mavgpud.Body(mavgpud.Wire(ours), mavgpud.UNTIL_CLOSE)
+            theirs.close()
+            self.assertEqual((body.more(), body.done), ([], True))
+
+    def test_limits(self) -> None:
+        long_line = b"5;" + b"a" * mavgpud.MAX_CHUNK_LINE + b"\r\nhello\r\n0\r\n\r\n"
+        trailers = b"0\r\n" + (b"A: " + b"b" * 1000 + b"\r\n") * 70 + b"\r\n"
+        for data in (long_line, trailers):
+            for step in (1000, 1 << 17):
+                with self.subTest(data[:10], step=step), self.assertRaises(mavgpud.Malformed):
+                    self.feed(
+                        mavgpud.CHUNKED, (data[at : at + step] for at in range(0, len(data), step)))
+
+    def test_many_chunks_through_a_growing_buffer(self) -> None:
+        chooser = random.Random(1)
+        pieces = [chooser.randbytes(chooser.choice((1, 10, 500, 9000, 70000))) for _ in range(60)]
+        data = b"".join(map(chunk, pieces)) + b"0\r\n\r\nrest"
+        parts = []
+        while data:
+            size = chooser.choice((1, 7, 1000, 8192, 60000))
+            parts.append(data[:size])
+            data = data[size:]
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            sender = threading.Thread(target=lambda: list(map(theirs.sendall, parts)))
+            sender.start()
+            wire = mavgpud.Wire(ours)
+            body = mavgpud.Body(wire, mavgpud.CHUNKED)
+            content = b""
+            while not body.done:
+                content += b"".join(map(bytes, body.more()))
+            sender.join()
+            self.assertEqual(content, b"".join(pieces))
+            while wire.end - wire.start < 4:
+                wire.fill()
+            self.assertEqual(bytes(wire.view[wire.start : wire.end]), b"rest")
+
+    def test_framed(self) -> None:
+        for pieces, chunked, last, expected in (
+            ([], False, False, b""),
+            ([], False, True, b""),
+            ([], True, False, b""),  # a chunk of no bytes would be the last one
+            ([], True, True, b"0\r\n\r\n"),
+            ([b""], True, False, b""),
+            ([b"ab"], False, True, b"ab"),
+            ([b"ab", memoryview(b"cd")], False, False, b"abcd"),
+            ([b"ab", memoryview(b"cd")], True, False, b"4\r\nabcd\r\n"),
+            ([b"x" * 16], True, True, b"10\r\n" + b"x" * 16 + b"\r\n0\r\n\r\n"),
+        ):
+            with self.subTest(pieces, chunked=chunked, last=last):
+                self.assertEqual(bytes(mavgpud.framed(list(pieces), chunked, last)), expected)
+
+
+# ---- tests: the proxy, from both sides -----------------------------------------------------------
+
+
+class Forwarding(ProxyCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.share()
+
+    def test_the_target_passes_byte_for_byte(self) -> None:
+        for target in (b"//a//b", b"/a%2Fb%2f", b"/%2e%2e/./../x", b"/?",
+                       b"/?q=%zz&x=[]{}|\\^`\"<>",
+                       b"/;a=b?c;d", b"/'()*!$,", b"/\xc3\xa9", b"/a#b", b"/" + b"x" * 9000):
+            with self.subTest(target[:30]):
+                client, peer, head = self.ask(get(target))
+                self.assertEqual(head.first, b"GET " + target + b" HTTP/1.1")
+                peer.send(LAST)
+                self.assertEqual(client.message()[1], b"ok")
+
+    def test_fields_pass_in_order_and_as_they_are(self) -> None:
+        lines = [b"x-B: 1", b"X-a:2", b"x-B:  3 ", b"ACCEPT: */*", b"Cookie: a=b; c", b"Empty:",
+                 b"Cookie: d", b"Latin: \xe9", b"User-Agent: none"]
+        client, peer, head = self.ask(get(b"/", *lines))
+        ours = (b"host", b"x-forwarded-for")
+        self.assertEqual([line for line in head.lines if line.partition(b":")[0].lower()
+                          not in ours], lines)
+        self.assertEqual(head.values(b"host"), [b"h"])
+        back = [b"seT-cookie: a", b"Server: s", b"Set-Cookie: b", b"Date:now", b"set-cookie:  a ",
+                b"X: \xe9"]
+        peer.send(b"\r\n".join((b"HTTP/1.1 234 Very \xe9 fine", *back, b"Content-Length: 0", b"",
+                                b"")))
+        head = client.head()
+        self.assertEqual(head.first, b"HTTP/1.1 234 Very \xe9 fine")
+        self.assertEqual(head.lines[: len(back)], back)
+        self.assertEqual(head.lines[len(back) :], [b"Content-Length: 0"])
+
+    def test_hop_by_hop_fields_stay(self) -> None:
+        gone = [b"Keep-Alive: timeout=5", b"Proxy-Connection: x", b"Proxy-Authorization: x",
+                b"Proxy-Authenticate: x", b"TE: trailers", b"Trailer: x", b"Upgrade: h2c",
+                b"Connection: x-one, keep-alive", b"connection: X-Two, host,, content-length",
+                b"X-One: 1", b"x-two: 2"]
+        client, peer, head = self.ask(post(b"abc", *gone, b"Stays: 1"))
+        names = [line.partition(b":")[0].lower() for line in head.lines]
+        self.assertEqual(sorted(names), [b"content-length", b"host", b"stays", b"x-forwarded-for"])
+        self.assertEqual(peer.take(3), b"abc")
+        gone.remove(b"connection: X-Two, host,, content-length")
+        gone.append(b"Connection: x-two,content-length")
+        peer.send(b"\r\n".join((b"HTTP/1.1 200 OK", *gone, b"Stays: 1", b"Content-Length: 2", b"",
+                                b"ok")))
+        head, body = client.message()
+        self.assertEqual((head.lines, body), ([b"Stays: 1", b"Content-Length: 2"], b"ok"))
+
+    def test_x_forwarded_for_is_appended(self) -> None:
+        for lines, expected in (
+            ([], b"127.0.0.1"),
+            ([b"X-Forwarded-For: 1.2.3.4"], b"1.2.3.4, 127.0.0.1"),
+            ([b"X-Forwarded-For: a, b", b"x-forwarded-for: c"], b"a, b, c, 127.0.0.1"),
+        ):
+            _, _, head = self.ask(get(b"/", *lines))
+            self.assertEqual(head.values(b"x-forwarded-for"), [expected])
+
+    def test_absolute_form(self) -> None:
+        _, _, head = self.ask(b"GET http://other:81//a?b HTTP/1.1\r\nHost: h\r\n\r\n")
+        self.assertEqual(head.first, b"GET //a?b HTTP/1.1")
+        self.assertEqual(head.values(b"host"), [b"other:81"])
+
+    def test_bodies_pass(self) -> None:
+        data = random.Random(3).randbytes(300_000)
+        client = self.client(b"POST /p HTTP/1.1\r\nHost: h\r\nContent-Length: 300000\r\n\r\n", data)
+        peer = self.peer()
+        self.assertEqual(peer.head().values(b"content-length"), [b"300000"])
+        self.assertEqual(peer.take(300_000), data)
+        peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: 300000\r\n\r\n", data)
+        self.assertEqual(client.message()[1], data)
+        client.send(b"PUT /p HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n",
+                    *(chunk(data[at : at + 777]) for at in range(0, len(data), 777)),
+                    b"0\r\nA-Trailer: x\r\n\r\n")
+        peer = self.peer()
+        head, body = peer.message()
+        self.assertEqual((head.values(b"content-length"), body), ([], data))
+        peer.send(CHUNKED, *(chunk(data[at : at + 999]) for at in range(0, len(data), 999)),
+                  b"0\r\nA-Trailer: x\r\n\r\n")
+        self.assertEqual(client.message()[1], data)
+        self.assertEqual(client.buffer, b"")
+
+    def test_a_chunked_upload_passes_piece_by_piece(self) -> None:
+        client, peer, head = self.ask(
+            b"POST /p HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
+        self.assertEqual(head.values(b"transfer-encoding"), [b"chunked"])
+        for word in (b"one", b"two", b"three"):
+            client.send(chunk(word))
+            self.assertEqual(peer.chunk(), word)
+        client.send(b"0\r\n")  # an end in two parts
+        client.send(b"\r\n")
+        self.assertEqual(peer.chunk(), b"")
+        peer.send(OK)
+        self.assertEqual(client.message()[1], b"ok")
+
+    def test_an_empty_chunked_upload_in_two_parts(self) -> None:
+        client, peer, _ = self.ask(
+            b"POST /p HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
+        client.send(b"0\r\n")
+        client.send(b"\r\n")
+        self.assertEqual(peer.chunk(), b"")
+        peer.send(OK)
+        self.assertEqual(client.message()[1], b"ok")
+
+    def test_a_head_in_pieces(self) -> None:
+        request = b"\r\n\r\n" + get(b"/slow", b"A: b")
+        client = self.client()
+        for at in range(len(request)):
+            client.send(request[at : at + 1])
+        peer = self.peer()
+        self.assertEqual(peer.head().first, b"GET /slow HTTP/1.1")
+        for byte in b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok":
+            peer.send(bytes([byte]))
+        self.assertEqual(client.message()[1], b"ok")
+
+    def test_pipelined_requests_are_answered_in_turn(self) -> None:
+        client = self.client(get(b"/1"), post(b"two", b"A: b"), get(b"/3"))
+        peer = self.peer()
+        for first, body in ((b"GET /1 HTTP/1.1", b""), (b"POST /p HTTP/1.1", b"two"),
+                            (b"GET /3 HTTP/1.1", b"")):
+            head, got = peer.message()
+            self.assertEqual((head.first, got), (first, body))
+            self.assertEqual(peer.buffer, b"")  # the next one waits for the answer
+            peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(first), first)
+            self.assertEqual(client.message()[1], first)
+
+    def test_answers_without_a_body(self) -> None:
+        """Each is followed by another answer on the same connection, which begins where it ends."""
+        client = self.client()
+        long = b"Content-Length: 1000\r\n"
+        for request, answer, status, length in (
+            (b"HEAD / HTTP/1.1\r\nHost: h\r\n\r\n", b"200 OK\r\n" + long, 200, [b"1000"]),
+            (b"HEAD / HTTP/1.1\r\nHost: h\r\n\r\n", b"200 OK\r\n", 200, []),
+            (get(), b"204 No Content\r\n", 204, []),
+            (get(), b"204 No Content\r\nContent-Length: 0\r\n", 204, []),
+            (get(), b"304 Not Modified\r\n" + long, 304, [b"1000"]),
+            (b"HEAD / HTTP/1.1\r\nHost: h\r\n\r\n", b"404 Not Found\r\n" + long, 404, [b"1000"]),
+        ):
+            with self.subTest(answer, request=request[:4]):
+                client.send(request)
+                peer = self.peer()
+                peer.head()
+                peer.send(b"HTTP/1.1 ", answer, b"Connection: close\r\n\r\n")
+                head = client.head()
+                self.assertEqual(head.status, status)
+                self.assertEqual(head.values(b"content-length"), length)
+                self.assertEqual(head.values(b"transfer-encoding"), [])
+                self.assertEqual(client.buffer, b"")
+        client.send(b"HEAD / HTTP/1.1\r\nHost: h\r\n\r\n")
+        peer = self.peer()
+        peer.send(CHUNKED[:-2] + b"Connection: close\r\n\r\n")
+        self.assertEqual(client.head().values(b"transfer-encoding"), [b"chunked"])
+        client.send(get())
+        self.peer().send(LAST)
+        self.assertEqual(client.message()[1], b"ok")
+
+    def test_interim_answers(self) -> None:
+        client, peer, _ = self.ask(get())
+        peer.send(b"HTTP/1.1 100 Continue\r\n\r\n")  # not asked for, so it stays
+        peer.send(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n")
+        head = client.head()
+        self.assertEqual((head.status, head.lines), (103, [b"Link: </a>"]))
+        peer.send(LAST)
+        self.assertEqual(client.message()[1], b"ok")
+        client, peer, _ = self.ask(b"GET / HTTP/1.0\r\n\r\n")
+        peer.send(b"HTTP/1.1 103 Early Hints\r\n\r\n", LAST)
+        self.assertEqual(client.head().status, 200)
+        client, peer, _ = self.ask(get())
+        peer.send(b"HTTP/1.1 102 Processing\r\n\r\n" * (mavgpud.MAX_INTERIM + 1))
+        for _ in range(mavgpud.MAX_INTERIM):
+            self.assertEqual(client.head().status, 102)
+        self.assert_trouble(client, 502)
+
+    def test_expect_and_the_child_continues(self) -> None:
+        client, peer, head = self.ask(
+            b"POST /p HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n")
+        self.assertEqual(head.values(b"expect"), [b"100-continue"])
+        peer.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.assertEqual(client.head().status, 100)
+        client.send(b"abc")
+        self.assertEqual(peer.take(3), b"abc")
+        peer.send(OK)
+        self.assertEqual(client.message()[1], b"ok")
+
+    def test_expect_and_the_child_refuses(self) -> None:
+        client, peer, _ = self.ask(
+            b"POST /p HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n")
+        peer.send(b"HTTP/1.1 417 Expectation Failed\r\nContent-Length: 2\r\n\r\nno")
+        head, body = client.message()
+        self.assertEqual((head.status, body), (417, b"no"))
+        self.assertEqual(head.values(b"connection"), [b"close"])  # the body may still come or not
+        self.assertEqual(client.rest(), (b"", "end"))
+
+    def test_expect_of_http_1_0(self) -> None:
+        client, peer, head = self.ask(
+            b"POST /p HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\nabc")
+        self.assertEqual(head.values(b"expect"), [])
+        peer.send(b"HTTP/1.1 100 Continue\r\n\r\n", OK)
+        self.assertEqual(client.head().status, 200)
+
+    def test_http_1_0_gets_no_chunks(self) -> None:
+        client, peer, _ = self.ask(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+        peer.send(CHUNKED, chunk(b"one"), chunk(b"two"), b"0\r\n\r\n")
+        head = client.head()
+        self.assertEqual(head.values(b"transfer-encoding"), [])
+        self.assertEqual(client.rest(), (b"onetwo", "end"))
+
+    def test_until_close_becomes_chunks(self) -> None:
+        client, peer, _ = self.ask(get())
+        peer.send(b"HTTP/1.1 200 OK\r\n\r\none")
+        self.assertEqual(client.head().values(b"transfer-encoding"), [b"chunked"])
+        self.assertEqual(client.chunk(), b"one")
+        peer.send(b"two")
+        self.assertEqual(client.chunk(), b"two")
+        peer.close()
+        self.assertEqual(client.chunk(), b"")
+        client.send(get())
+        self.peer().send(LAST)
+        self.assertEqual(client.message()[1], b"ok")
+
+
+class Refusals(ProxyCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.share()
+
+    def test_what_can_be_read_in_two_ways_reaches_no_child(self) -> None:
+        smuggled = b"GET /smuggled HTTP/1.1\r\nHost: h\r\n\r\n"
+        for status, head in (
+            (400, b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\n"
+                  b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+            (400, b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n"
+                  b"Content-Length: 5\r\n\r\n0\r\n\r\n"),
+            (400, b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n"),
+            (400, b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: +5\r\n\r\n"),
+            (400, b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n"),
+            (400, b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n"),
+            (400, b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding:\r\n chunked\r\n\r\n"),
+            (400, b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n+0\r\n\r\n"),
+            (400, b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+                  b"0\r\nbad trailer\r\n\r\n"),
+            (400, b"GET / HTTP/1.1\r\nHost: h\nX: y\r\n\r\n"),
+            (400, b"GET / HTTP/1.1\nHost: h\n\n"),
+            (400, b"GET / HTTP/1.1\r\nHost: h\rX: y\r\n\r\n"),
+            (400, b"GET / HTTP/1.1\r\nHost: h\r\nX: \x00\r\n\r\n"),
+            (400, b"GET / HTTP/1.1\r\n\r\n"),
+            (400, b"GET / HTTP/1.1\r\nHost: h\r\nHost: i\r\n\r\n"),
+            (400, b"GET /\r\n\r\n"),
+            (400, b"\x16\x03\x01\x02\x00\x01\x00\r\n"),  # TLS
+            (405, b"CONNECT h:80 HTTP/1.1\r\nHost: h\r\n\r\n"),
+            (405, b"TRACE / HTTP/1.1\r\nHost: h\r\n\r\n"),
+            (414, b"GET /" + b"x" * mavgpud.MAX_LINE + b" HTTP/1.1\r\nHost: h\r\n\r\n"),
+            (431, b"GET / HTTP/1.1\r\nHost: h\r\nX: " + b"x" * mavgpud.MAX_HEAD + b"\r\n\r\n"),
+            (431, b"GET / HTTP/1.1\r\nHost: h\r\n" + b"X: x\r\n" * 300 + b"\r\n"),
+            (505, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+        ):
+            with self.subTest(head[:80]):
+                client = self.client(head + smuggled)
+                self.assertEqual(
+                    self.assert_trouble(client, status).values(b"connection"), [b"close"])
+                self.assertEqual(client.rest(), (b"", "end"))  # nor has a reset overtaken it
+        self.nothing_more()
+
+    def test_a_long_request_line_behind_a_large_body(self) -> None:
+        """The limit holds however large the buffer has become."""
+        client = self.client(post(b"x" * 1_000_000))
+        peer = self.peer()
+        peer.message()
+        peer.send(LAST)
+        client.message()
+        client.send(get(b"/" + b"x" * (mavgpud.MAX_LINE + 5000)))
+        self.assert_trouble(client, 414)
+        self.nothing_more()
+
+    def test_a_body_that_breaks_off_never_looks_whole(self) -> None:
+        for length, good, bad in (
+            (b"Transfer-Encoding: chunked", chunk(b"good"), b"x\r\n"),
+            (b"Transfer-Encoding: chunked", chunk(b"good"), b"4\r\nbadly0\r\n\r\n"),
+            (b"Transfer-Encoding: chunked", chunk(b"good"), b"0\r\n bad: trailer\r\n\r\n"),
+        ):
+            with self.subTest(bad):
+                client, peer, _ = self.ask(
+                    b"POST / HTTP/1.1\r\nHost: h\r\n" + length + b"\r\n\r\n")
+                client.send(good)
+                self.assertEqual(peer.chunk(), b"good")
+                client.send(bad)
+                self.assert_trouble(client, 400)
+                self.assertEqual(client.rest(), (b"", "end"))
+                got, _ = peer.rest()
+                self.assertNotIn(b"0\r\n", got)
+        for length in (b"Transfer-Encoding: chunked", b"Content-Length: 100"):
+            with self.subTest(length):
+                client, peer, _ = self.ask(
+                    b"POST / HTTP/1.1\r\nHost: h\r\n" + length + b"\r\n\r\n")
+                client.send(b"4\r\nab")
+                client.close()
+                got, _ = peer.rest()
+                self.assertNotIn(b"0\r\n", got)
+                self.assertLess(len(got), 100)
+
+    def test_a_refused_upload_is_read_for_a_while(self) -> None:
+        """Or a reset would overtake the answer."""
+        client = self.client(b"POST / HTTP/1.1\r\nHost: h\r\nHost: i\r\nContent-Length: 9999999"
+                             b"\r\n\r\n")
+        client.send(b"x" * 3_000_000)
+        self.assert_trouble(client, 400)
+
+    def test_malformed_answers(self) -> None:
+        client = self.client()
+        for answer in (
+            b"nonsense\r\n\r\n", b"HTTP/1.1 99 Low\r\n\r\n", b"HTTP/2.0 200 OK\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+            b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nA: b\r\n c\r\n\r\n", b"HTTP/1.1 200 OK\r\nA : b\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nA: \x00\r\n\r\n", b"HTTP/1.1 200 OK\r\nA: b\rB: c\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nA: " + b"x" * mavgpud.MAX_HEAD + b"\r\n\r\n",
+            b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        ):
+            with self.subTest(answer[:70]):
+                client.send(get())  # the client's connection is as good as before
+                peer = self.peer()
+                peer.head()
+                peer.send(answer)
+                self.assert_trouble(client, 502)
+                self.assertTrue(peer.ended())
+
+
+class Streams(ProxyCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.share()
+
+    def test_an_event_leaves_when_it_arrives(self) -> None:
+        """Each is read at one end before the next is written at the other."""
+        for head, framed in (
+            (EVENTS, chunk),
+            (b"HTTP/1.1 200 OK\r\nContent-Length: 32\r\n\r\n", bytes),
+            (b"HTTP/1.1 200 OK\r\n\r\n", bytes),
+        ):
+            with self.subTest(head):
+                client, peer, _ = self.ask(get())
+                peer.send(head)
+                length = client.head().values(b"content-length")
+                for word in (b"data: 1\n\n", b"data: 22\n\n", b"data: 333\n\n"):
+                    peer.send(framed(word))
+                    self.assertEqual(client.take(len(word)) if length else client.chunk(), word)
+
+    def test_what_has_arrived_leaves_in_one_piece(self) -> None:
+        client, peer, _ = self.ask(get())
+        words = [b"data: %d\n\n" % number for number in range(200)]
+        peer.send(EVENTS, *map(chunk, words))
+        client.head()
+        self.assertEqual(client.chunk(), b"".join(words))
+        peer.send(*map(chunk, words), b"0\r\n\r\n")
+        self.assertEqual(client.chunk(), b"".join(words))
+        self.assertEqual(client.chunk(), b"")
+
+    def test_a_client_that_does_not_read(self) -> None:
+        client, peer, _ = self.ask(get())
+        before = self.top.figure("VmRSS")
+        peer.send(CHUNKED)
+        data = chunk(bytes(65000))
+        sent = peer.pour(data, 1 << 26)
+        self.assertLess(sent, 1 << 25)  # the kernel's buffers
+        self.assertLess(self.top.figure("VmRSS") - before, 8 << 10)
+        other, answerer, _ = self.ask(get())  # nobody else waits for that
+        answerer.send(OK)
+        self.assertEqual(other.message()[1], b"ok")
+        rest = data[sent % len(data) :] if sent % len(data) else b""
+        sender = threading.Thread(target=peer.send, args=(rest, b"0\r\n\r\n"))
+        sender.start()
+        client.head()
+        total = sum(map(len, iter(client.chunk, b"")))
+        sender.join()
+        self.assertEqual(total, -(-sent // len(data)) * 65000)
+
+    def test_a_child_that_does_not_read(self) -> None:
+        client, peer, _ = self.ask(
+            b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % (1 << 26))
+        before = self.top.figure("VmRSS")
+        sent = client.pour(b"x" * 65536, 1 << 26)
+        self.assertLess(sent, 1 << 25)
+        self.assertLess(self.top.figure("VmRSS") - before, 8 << 10)
+        sender = threading.Thread(target=client.send, args=(bytes((1 << 26) - sent),))
+        sender.start()
+        left = 1 << 26
+        while left:
+            peer.buffer.clear()
+            self.assertTrue(peer.fill())
+            left -= len(peer.buffer)
+        sender.join()
+        peer.send(OK)
+        self.assertEqual(client.message()[1], b"ok")
+
+    def test_an_answer_before_the_request_has_ended(self) -> None:
+        for leaves in (True, False):
+            with self.subTest(leaves=leaves):
+                client, peer, _ = self.ask(UPLOAD + b"x" * 100000)
+                peer.take(100000)
+                peer.send(TOO_LARGE)
+                if leaves:
+                    peer.close()
+                head, body = client.message()
+                self.assertEqual((head.status, body), (413, b"big"))
+                self.assertEqual(head.values(b"connection"), [b"close"])
+                self.assertEqual(client.rest(), (b"", "end"))
+                self.assertTrue(leaves or peer.ended())
+
+
+class Goodbyes(ProxyCase):
+    """One of the two sides goes away."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.share()
+
+    def left(self, client: Peer, peer: Peer) -> None:
+        """The client goes, and with it the connection to the child."""
+        client.close()
+        self.assertTrue(peer.ended())
+
+    def test_the_client_leaves_before_the_head(self) -> None:
+        client, peer, _ = self.ask(get())
+        self.left(client, peer)
+        client, peer, _ = self.ask(post(b"abc"))
+        client.reset()
+        self.assertTrue(peer.ended())
+
+    def test_the_client_leaves_a_silent_stream(self) -> None:
+        for head in (EVENTS + chunk(b"x"), b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nx",
+                     b"HTTP/1.1 200 OK\r\n\r\nx"):
+            client, peer, _ = self.ask(get())
+            peer.send(head)
+            client.head()
+            client.until(b"x")
+            self.left(client, peer)
+
+    def test_half_a_goodbye_is_one(self) -> None:
+        client, peer, _ = self.ask(get())
+        client.sock.shutdown(socket.SHUT_WR)
+        self.assertTrue(peer.ended())
+
+    def test_the_client_leaves_with_a_request_in_line(self) -> None:
+        client, peer, _ = self.ask(get(b"/1"), get(b"/2"))
+        self.left(client, peer)
+
+    def test_the_client_leaves_while_the_child_is_blocked(self) -> None:
+        client, peer, _ = self.ask(get())
+        peer.send(CHUNKED)
+        peer.pour(chunk(bytes(65000)), 1 << 26)
+        client.close()
+        self.assertTrue(peer.was_reset())
+
+    def test_the_client_leaves_in_an_upload(self) -> None:
+        client, peer, _ = self.ask(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\n\r\nab")
+        peer.take(2)
+        self.left(client, peer)
+        client, peer, _ = self.ask(
+            b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % (1 << 30))
+        client.pour(b"x" * 65536, 1 << 30)
+        client.close()
+        while peer.fill():
+            peer.buffer.clear()
+
+    def test_the_child_dies_in_a_stream(self) -> None:
+        for head, body in ((EVENTS, chunk(b"data: 1\n\n")),
+                           (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n", b"data: 1\n\n")):
+            for leave in (Peer.close, Peer.reset):
+                with self.subTest(head, leave=leave):
+                    client, peer, _ = self.ask(get())
+                    peer.send(head, body)
+                    chunked = client.head().values(b"transfer-encoding")
+                    self.assertEqual(
+                        client.chunk() if chunked else client.take(9), b"data: 1\n\n")
+                    leave(peer)
+                    self.assertEqual(client.rest()[0], b"")
+        client, peer, _ = self.ask(get())
+        peer.send(b"HTTP/1.1 200 OK\r\n\r\none")
+        client.head()
+        self.assertEqual(client.chunk(), b"one")
+        peer.reset()  # here the end of the connection would be the end of the answer
+        self.assertEqual(client.rest()[0], b"")
+
+    def test_the_child_sends_nonsense_in_a_stream(self) -> None:
+        client, peer, _ = self.ask(get())
+        peer.send(EVENTS, chunk(b"one"))
+        client.head()
+        self.assertEqual(client.chunk(), b"one")
+        peer.send(b"zz\r\n")
+        self.assertEqual(client.rest()[0], b"")
+        self.assertTrue(peer.ended())
+
+    def test_a_cut_is_a_reset_for_http_1_0(self) -> None:
+        """It is told the end of a body by the end of the connection."""
+        client, peer, _ = self.ask(b"GET / HTTP/1.0\r\n\r\n")
+        peer.send(CHUNKED, chunk(b"one"))
+        client.head()
+        self.assertEqual(client.take(3), b"one")
+        peer.close()
+        self.assertEqual(client.rest(), (b"", "reset"))
+
+    def test_a_cut_is_a_reset_for_http_1_0_in_an_upload(self) -> None:
+        client, peer, _ = self.ask(b"POST / HTTP/1.0\r\nContent-Length: 99\r\n\r\nab")
+        peer.take(2)
+        peer.send(CHUNKED, chunk(b"one"))
+        client.head()
+        self.assertEqual(client.take(3), b"one")
+        peer.reset()
+        self.assertEqual(client.rest(), (b"", "reset"))
+
+    def test_what_the_child_had_sent_arrives_before_the_cut(self) -> None:
+        before = self.top.descriptors()
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", self.top.port))
+        client = Peer(sock)
+        self.addCleanup(client.close)
+        client.send(get())
+        peer = self.peer()
+        peer.send(CHUNKED, chunk(b"x" * 60000))
+        peer.close()
+        until(lambda: self.top.descriptors() <= before, "the connection's end")
+        client.head()
+        got, _ = client.rest()
+        self.assertEqual(got.count(b"x"), 60000)
+        self.assertNotIn(b"0\r\n\r\n", got)
+
+    def test_no_answer(self) -> None:
+        client = self.client()
+        for leave in (Peer.close, Peer.reset):
+            for request in (get(), post(b"abc"), get(b"/", b"Expect: 100-continue"),
+                            b"HEAD / HTTP/1.1\r\nHost: h\r\n\r\n"):
+                with self.subTest(request[:5], leave=leave):
+                    client.send(request)
+                    peer = self.peer()
+                    peer.message()
+                    leave(peer)
+                    if request.startswith(b"HEAD"):
+                        self.assertEqual(client.head().status, 502)
+                        self.assertEqual(client.buffer, b"")
+                    else:
+                        self.assert_trouble(client, 502)
+        client.send(post(b"abc"))
+        peer = self.peer()
+        peer.send(b"HTTP/1.1 200 OK\r\nContent-Le")  # half a head is none
+        peer.close()
+        self.assert_trouble(client, 502)
+        client.send(get())
+        self.peer().send(OK)
+        self.assertEqual(client.message()[1], b"ok")
+
+
+class Reuse(ProxyCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.share()
+
+    def reused(self, target: bytes = b"/") -> tuple[Peer, Peer]:
+        """A client, and a connection to the child that has served one request and is kept."""
+        client, peer, _ = self.ask(get(target))
+        peer.send(OK)
+        client.message()
+        return client, peer
+
+    def test_a_connection_is_used_again(self) -> None:
+        client, peer = self.reused()
+        for request in (get(b"/2"), post(b"abc"), post(b"")):
+            client.send(request)
+            self.assertEqual(peer.message()[0].first, request.split(b"\r\n")[0])
+            peer.send(OK)
+            client.message()
+        client.send(get(b"/health"))
+        client.message()  # by now the connection has been given back
+        other = self.client(get(b"/other"))
+        self.assertEqual(peer.head().first, b"GET /other HTTP/1.1")
+        peer.send(OK)
+        other.message()
+
+    def test_not_after_these(self) -> None:
+        for answer in (
+            CHUNKED + b"2\r\nok\r\n0\r\n\r\n", LAST,
+            b"HTTP/1.0 200 OK\r\nContent-Length: 0\r\n\r\n",
+            b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\nstray",
+            b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: x, CLOSE\r\n\r\n",
+            b"HTTP/1.1 204 No Content\r\n\r\n0\r\n\r\n",
+        ):
+            with self.subTest(answer):
+                client, peer, _ = self.ask(get())
+                peer.send(answer)
+                client.message()
+                client.send(get(b"/next"))
+                new = self.peer()
+                self.assertEqual(new.head().first, b"GET /next HTTP/1.1")
+                new.send(LAST)
+                client.message()
+                self.assertTrue(peer.ended())
+
+    def test_not_one_with_stray_bytes(self) -> None:
+        client, peer = self.reused()
+        peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\npoison")
+        client.send(get(b"/2"))
+        clean = self.peer()
+        self.assertEqual(clean.head().first, b"GET /2 HTTP/1.1")
+        clean.send(OK)
+        self.assertEqual(client.message()[1], b"ok")
+        self.assertTrue(peer.ended())
+
+    def test_not_one_that_the_child_has_closed(self) -> None:
+        for leave in (Peer.close, Peer.reset):
+            client, peer = self.reused()
+            leave(peer)
+            client.send(post(b"abc"))
+            new = self.peer()
+            self.assertEqual(new.message()[1], b"abc")
+            new.send(LAST)
+            self.assertEqual(client.message()[1], b"ok")
+
+    def test_idle_ones_are_dropped(self) -> None:
+        _, peer = self.reused()
+        self.assertEqual(peer.rest(), (b"", "end"))  # 2 s; the child would do it after 5
+
+    def test_a_get_is_sent_once_more(self) -> None:
+        for method in (b"GET", b"HEAD"):
+            for leave in (Peer.close, Peer.reset):
+                with self.subTest(method, leave=leave):
+                    client, peer = self.reused()
+                    client.send(method + b" /again HTTP/1.1\r\nHost: h\r\n\r\n")
+                    first = peer.head()
+                    leave(peer)
+                    peer = self.peer()
+                    self.assertEqual(peer.head(), first)
+                    peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                    self.assertEqual(client.head().status, 200)
+
+    def test_only_once(self) -> None:
+        client, peer = self.reused()
+        client.send(get(b"/again"))
+        peer.head()
+        peer.close()
+        self.peer().close()
+        self.assert_trouble(client, 502)
+        self.nothing_more()
+
+    def test_nothing_else_is_sent_twice(self) -> None:
+        for request, answer in (
+            (post(b"abc"), b""), (post(b""), b""), (b"PUT / HTTP/1.1\r\nHost: h\r\n\r\n", b""),
+            (b"DELETE / HTTP/1.1\r\nHost: h\r\n\r\n", b""),
+            (b"GET / HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\n\r\nx", b""),
+            (get(), b"H"), (get(), b"HTTP/1.1 100 Continue\r\n\r\n"),
+        ):
+            with self.subTest(request[:10], answer=answer):
+                client, peer = self.reused()
+                client.send(request)
+                peer.message()
+                peer.send(answer)
+                peer.close()
+                self.assert_trouble(client, 502)
+                self.nothing_more()
+
+    def test_no_retry_for_a_client_that_has_left(self) -> None:
+        client, peer = self.reused()
+        client.send(get(b"/again"))
+        peer.head()
+        client.close()
+        self.assertTrue(peer.ended())
+        self.nothing_more()
+
+
+class Upgrades(ProxyCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.share()
+
+    REQUEST = get(b"/ws", b"Connection: keep-alive, Upgrade", b"Upgrade: websocket",
+                  b"Sec-WebSocket-Key: abc=")
+    SWITCH = (b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+              b"Sec-WebSocket-Accept: xyz=\r\n\r\n")
+
+    def tunnel(self) -> tuple[Peer, Peer]:
+        client, peer, head = self.ask(self.REQUEST)
+        self.assertEqual([value.lower() for value in head.values(b"connection")], [b"upgrade"])
+        self.assertEqual(head.values(b"upgrade"), [b"websocket"])
+        self.assertEqual(head.values(b"sec-websocket-key"), [b"abc="])
+        peer.send(self.SWITCH)
+        head = client.head()
+        self.assertEqual(head.status, 101)
+        self.assertEqual(head.values(b"sec-websocket-accept"), [b"xyz="])
+        self.assertEqual([value.lower() for value in head.values(b"connection")], [b"upgrade"])
+        self.assertEqual(head.values(b"upgrade"), [b"websocket"])
+        return client, peer
+
+    def test_both_ways(self) -> None:
+        client, peer = self.tunnel()
+        for word in (b"\x81\x02hi", b"\r\n\r\n0\r\n\r\n", bytes(range(256)) * 100):
+            client.send(word)
+            self.assertEqual(peer.take(len(word)), word)
+            peer.send(word)
+            self.assertEqual(client.take(len(word)), word)
+        self.assertEqual((client.buffer, peer.buffer), (b"", b""))
+
+    def test_bytes_right_behind_the_heads(self) -> None:
+        client, peer, _ = self.ask(self.REQUEST + b"early")
+        peer.send(self.SWITCH + b"first")
+        self.assertEqual(peer.take(5), b"early")
+        client.head()
+        self.assertEqual(client.take(5), b"first")
+
+    def test_either_side_ends_it(self) -> None:
+        client, peer = self.tunnel()
+        client.close()
+        self.assertTrue(peer.ended())
+        client, peer = self.tunnel()
+        peer.send(b"bye")
+        peer.close()
+        self.assertEqual(client.rest()[0], b"bye")
+
+    def test_a_child_that_does_not_switch(self) -> None:
+        client, peer, _ = self.ask(self.REQUEST)
+        peer.send(OK)
+        head, body = client.message()
+        self.assertEqual((head.status, body), (200, b"ok"))
+        client.send(get(b"/2"))
+        self.assertEqual(peer.head().first, b"GET /2 HTTP/1.1")
+        peer.send(OK)
+        self.assertEqual(client.message()[1], b"ok")
+
+    def test_other_upgrades_are_dropped(self) -> None:
+        for lines in (
+            (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABk"),
+            (b"Connection: Upgrade", b"Upgrade: websocket, h2c"),
+            (b"Connection: Upgrade", b"Upgrade: websocket", b"Upgrade: h2c"),
+            (b"Upgrade: websocket",),
+            (b"Connection: Upgrade", b"Upgrade: websocket", b"Content-Length: 1"),
+        ):
+            with self.subTest(lines):
+                client, peer, head = self.ask(get(b"/", *lines), b"x")
+                for name in (b"upgrade", b"connection", b"http2-settings"):
+                    self.assertEqual(head.values(name), [])
+                peer.send(b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\n"
+                          b"Upgrade: h2c\r\n\r\n")
+                self.assert_trouble(client, 502)
+
+
+# ---- tests: the bounds of the proxy --------------------------------------------------------------
+
+
+class Bounds(ProxyCase):
+    def test_max_connections(self) -> None:
+        self.sandwich(max_connections=3)
+        clients = [self.client(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n") for _ in range(3)]
+        for client in clients:
+            client.message()
+        extra = self.client()
+        head = self.assert_trouble(extra, 503)
+        self.assertEqual(head.values(b"connection"), [b"close"])
+        self.assertEqual(extra.rest(), (b"", "end"))
+        clients[0].close()
+
+        def served() -> bool:
+            client = self.client()
+            with contextlib.suppress(ConnectionError):
+                client.send(get())
+                return b" 503 " not in client.until(b"\r\n")
+            return False
+
+        replier = threading.Thread(target=lambda: self.peer().send(LAST))
+        replier.start()
+        until(served, "room for one more")
+        replier.join()
+
+    def test_slow_clients(self) -> None:
+        top = self.sandwich("H = mavgpud.Handler; H.HEAD_TIME = H.STALL_TIME = H.IDLE_TIME = 0.3")
+        first = self.client(get(b"/", b"A: b")[:-2])
+        self.assert_trouble(first, 408)
+        self.assertEqual(first.rest(), (b"", "end"))
+        drip = self.client()  # HEAD_TIME is for the whole of it, not from byte to byte
+        with contextlib.suppress(ConnectionError):
+            for byte in get(b"/" + b"x" * 400):
+                drip.send(bytes([byte]))
+                poller = select.poll()
+                poller.register(drip.sock, select.POLLIN)
+                if poller.poll(20):
+                    break
+        self.assert_trouble(drip, 408)
+        self.assertEqual(self.client().rest(), (b"", "end"))  # silent
+        idle = self.client(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
+        idle.message()
+        self.assertEqual(idle.rest(), (b"", "end"))
+        client, peer, _ = self.ask(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\nab")
+        self.assert_trouble(client, 408)
+        self.assertTrue(peer.ended())
+        client, peer, _ = self.ask(get())  # but a child may think for as long as it likes
+        top.polls(20)
+        peer.send(OK)
+        self.assertEqual(client.message()[1], b"ok")
+
+    def test_an_answer_from_a_child_that_reads_no_more(self) -> None:
+        """Nobody is left blocked in sending it the rest of the request."""
+        top = self.sandwich()
+        before = top.descriptors()
+        client, peer, _ = self.ask(UPLOAD)
+        client.pour(b"x" * 65536, 1 << 30)
+        peer.send(TOO_LARGE)
+        self.assertEqual(client.message()[1], b"big")
+        self.assertEqual(client.rest(), (b"", "end"))
+        until(lambda: top.descriptors() <= before, "both connections closed")
+
+    def test_no_descriptors_left(self) -> None:
+        top = self.sandwich()
+        client, peer, _ = self.ask(get())
+        peer.send(LAST)
+        client.message()
+        limits = resource.prlimit(top.pid, resource.RLIMIT_NOFILE)
+        room = top.descriptors() + 6
+        resource.prlimit(top.pid, resource.RLIMIT_NOFILE, (room, limits[1]))
+        crowd = [self.client() for _ in range(30)]
+        until(lambda: top.descriptors() >= room, "no descriptor left")
+        used = self.processor_time(top.pid)
+        time.sleep(0.5)  # spinning has no event
+        self.assertLess(self.processor_time(top.pid) - used, 0.15)
+        self.assertIsNone(top.process.poll())
+        for one in crowd:
+            one.close()
+        client, peer, _ = self.ask(get(b"/after"))
+        peer.send(LAST)
+        self.assertEqual(client.message()[1], b"ok")
+
+    @staticmethod
+    def processor_time(pid: int) -> float:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def test_nothing_is_left_of_500_connections(self) -> None:
+        top = self.sandwich("mavgpud.Front.IDLE_THREAD_TIME = 0.1; mavgpud.Pool.MAX_IDLE = 0.1")
+        client, peer, _ = self.ask(get())
+        peer.send(LAST)
+        client.message()
+        client.close()
+        assert top.server
+        server = top.server
+        over = threading.Event()
+
+        def serve() -> None:
+            kinds = itertools.cycle((
+                OK, LAST, CHUNKED + chunk(b"x") + b"0\r\n\r\n", CHUNKED + chunk(b"x"), b"",
+                b"HTTP/1.1 200 OK\r\n\r\nx"))
+            while not over.is_set() or not server.connections.empty():
+                with contextlib.suppress(queue.Empty, OSError):
+                    peer = server.connections.get(timeout=0.1)
+                    peer.send(next(kinds))
+                    peer.close()
+
+        def ask(number: int) -> None:
+            with socket.create_connection(("127.0.0.1", top.port), DEADLINE) as sock:
+                peer = Peer(sock)
+                peer.send(post(b"abc", b"Connection: close"))
+                if number % 7:
+                    peer.rest()
+                else:
+                    peer.fill()
+
+        until(lambda: top.figure("Threads") <= 6, "idle threads gone")
+        threads, files = top.figure("Threads"), top.descriptors()
+        server_thread = threading.Thread(target=serve)
+        server_thread.start()
+        with concurrent.futures.ThreadPoolExecutor(20) as pool:
+            list(pool.map(ask, range(500)))
+        over.set()
+        server_thread.join()
+        until(lambda: top.descriptors() <= files, "descriptors closed")
+        until(lambda: top.figure("Threads") <= threads, "threads gone")
+
+
+class NotReady(ProxyCase):
+    def test_the_answer(self) -> None:
+        self.sandwich(listen=False, wait_for_model="0s")
+        client = self.client(get(), post(b"abc"), b"HEAD / HTTP/1.1\r\nHost: h\r\n\r\n")
+        for _ in range(2):
+            head, body = client.message()
+            self.assertEqual(head.status, 503)
+            self.assertRegex(head.values(b"retry-after")[0], rb"^[1-9][0-9]*$")
+            self.assertEqual(head.values(b"content-type"), [b"application/json"])
+            self.assertEqual(head.values(b"connection"), [])
+            error = json.loads(body)["error"]
+            self.assertEqual((error["code"], error["type"]), (503, "unavailable_error"))
+            self.assertRegex(error["message"], "^model not loaded: .")
+        self.assertEqual(client.head().status, 503)
+        self.assertEqual(client.buffer, b"")
+
+    def test_a_large_request_is_not_waited_for(self) -> None:
+        self.sandwich(listen=False, wait_for_model="0s")
+        client = self.client(b"POST / HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\n"
+                             b"Content-Length: 5\r\n\r\n")
+        self.assertEqual(self.assert_trouble(client, 503).values(b"connection"), [b"close"])
+        self.assertEqual(client.rest(), (b"", "end"))
+
+    def test_requests_wait_for_the_model(self) -> None:
+        top = self.sandwich(listen=False, wait_for_model="100s")
+        before = top.descriptors()
+        leaver = self.client(get(b"/leaver"))
+        until(lambda: top.descriptors() > before, "the leaver's connection")
+        leaver.close()
+        until(lambda: top.descriptors() <= before, "the leaver's end")
+        stayer = self.client(post(b"abc"))
+        top.listen()
+        peer = self.peer()
+        self.assertEqual(peer.message()[1], b"abc")
+        peer.send(LAST)
+        self.assertEqual(stayer.message()[1], b"ok")
+        self.nothing_more()
+
+    def test_for_so_long(self) -> None:
+        self.sandwich(listen=False, wait_for_model="200ms")
+        began = time.monotonic()
+        self.assert_trouble(self.client(get()), 503)
+        self.assertGreaterEqual(time.monotonic() - began, 0.2)
+
+
+class Yields(ProxyCase):
+    def test_what_is_in_flight_is_told(self) -> None:
+        top = self.sandwich(evict_after_polls=1)
+        stream, stream_peer, _ = self.ask(get(b"/stream"))
+        stream_peer.send(EVENTS, chunk(b"data: 1\n\n"))
+        stream.head()
+        self.assertEqual(stream.chunk(), b"data: 1\n\n")
+        plain, plain_peer, _ = self.ask(get(b"/plain"))
+        plain_peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nx")
+        plain.head()
+        plain.take(1)
+        waiting, waiting_peer, _ = self.ask(post(b"abc"))
+        _, blocked_peer, _ = self.ask(get(b"/blocked"))
+        blocked_peer.send(EVENTS)
+        blocked_peer.pour(chunk(bytes(65000)), 1 << 26)
+        old, old_peer, _ = self.ask(b"GET /old HTTP/1.0\r\n\r\n")
+        old_peer.send(b"HTTP/1.1 200 OK\r\n\r\nx")
+        old.head()
+        old.take(1)
+        with top.machine.job("train") as job:
+            for peer in (stream_peer, plain_peer, waiting_peer, old_peer):
+                self.assertTrue(peer.ended())
+            self.assertTrue(blocked_peer.was_reset())
+            event = stream.chunk()
+            self.assertTrue(event.startswith(b"data: {") and event.endswith(b"}\n\n"), event)
+            error = json.loads(event[6:])["error"]
+            self.assertEqual(error["code"], 503)
+            self.assertIn(str(job.pid), error["message"])
+            self.assertEqual(stream.rest()[0], b"")  # and no last chunk
+            self.assertEqual(plain.rest()[0], b"")
+            self.assertIn(str(job.pid), self.why(waiting))
+            self.assertEqual(old.rest(), (b"", "reset"))
+
+    def test_a_blocked_client_of_http_1_0_is_told(self) -> None:
+        top = self.sandwich(evict_after_polls=1)
+        client, peer, _ = self.ask(b"GET / HTTP/1.0\r\n\r\n")
+        peer.send(b"HTTP/1.1 200 OK\r\n\r\n")
+        peer.pour(bytes(65000), 1 << 26)
+        with top.machine.job("train"):
+            top.wait_log("card free")
+            self.assertEqual(client.rest()[1], "reset")
+
+    def why(self, client: Peer) -> str:
+        head, body = client.message()
+        self.assertEqual(head.status, 503)
+        self.assertTrue(head.values(b"retry-after"))
+        return str(json.loads(body)["error"]["message"])
+
+
+# ---- tests: mutated messages ---------------------------------------------------------------------
+
+
+class Bad(Exception):
+    """What a strict reader does not take for HTTP/1.1."""
+
+
+class Cut(Exception):
+    """A message that is good so far, and has not ended."""
+
+
+class Strict:
+    """A second opinion on messages: reads one character after another, and shares no code."""
+
+    TCHARS = frozenset(b"!#$%&'*+-.^_`|~0123456789"
+                       b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at = 0
+
+    def line(self) -> bytes:
+        """The next line, which ends in CR LF and holds no other control character but HTAB."""
+        begin = self.at
+        while self.at < len(self.data):
+            byte = self.data[self.at]
+            self.at += 1
+            if byte == 13:
+                if self.at == len(self.data):
+                    raise Cut
+                if self.data[self.at] != 10:
+                    raise Bad(f"bare CR in {self.data[begin:self.at]!r}")
+                self.at += 1
+                return self.data[begin : self.at - 2]
+            if (byte < 32 and byte != 9) or byte == 127:
+                raise Bad(f"control character in {self.data[begin:self.at]!r}")
+        raise Cut
+
+    def fields(self) -> list[tuple[bytes, bytes]]:
+        found = []
+        while line := self.line():
+            name, colon, value = line.partition(b":")
+            if not colon or not name or not self.TCHARS.issuperset(name):
+                raise Bad(f"field {line!r}")
+            found.append((name.lower(), value.strip(b" \t")))
+        return found
+
+    def exactly(self, count: int) -> bytes:
+        if len(self.data) - self.at < count:
+            raise Cut
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def body(self, fields: list[tuple[bytes, bytes]], otherwise: int = 0) -> None:
+        """Reads a body; `otherwise` is its length where the fields give none, -1 for no limit."""
+        lengths = [value for name, value in fields if name == b"content-length"]
+        codings = [value for name, value in fields if name == b"transfer-encoding"]
+        if len(lengths) + len(codings) > 1:
+            raise Bad(f"lengths {lengths}, codings {codings}")
+        if codings:
+            if codings[0].lower() != b"chunked":
+                raise Bad(f"coding {codings[0]!r}")
+            while size := self.size():
+                self.exactly(size)
+                if self.exactly(2) != b"\r\n":
+                    raise Bad("no CR LF behind a chunk")
+            self.fields()
+            return
+        if lengths:
+            if not lengths[0] or not frozenset(b"0123456789").issuperset(lengths[0]):
+                raise Bad(f"length {lengths[0]!r}")
+            self.exactly(int(lengths[0]))
+        elif otherwise < 0:
+            self.at = len(self.data)
+            raise Cut
+        else:
+            self.exactly(otherwise)
+
+    def size(self) -> int:
+        size = self.line().partition(b";")[0].rstrip(b" \t")
+        if not size or not frozenset(b"0123456789abcdefABCDEF").issuperset(size):
+            raise Bad(f"chunk size {size!r}")
+        return int(size, 16)
+
+    def request(self) -> bytes:
+        """Reads a request as the child may get it from us; gives its method."""
+        words = self.line().split(b" ")
+        if len(words) != 3 or words[2] != b"HTTP/1.1" or not words[0] or not words[1]:
+            raise Bad(f"request line {words}")
+        if not self.TCHARS.issuperset(words[0]) or b"\t" in words[1]:
+            raise Bad(f"request line {words}")
+        if not words[1].startswith(b"/") and words[:2] != [b"OPTIONS", b"*"]:
+            raise Bad(f"target {words[1]!r}")
+        fields = self.fields()
+        names = [name for name, _ in fields]
+        if names.count(b"host") != 1:
+            raise Bad(f"{names.count(b'host')} Hosts")
+        for name in (b"te", b"keep-alive", b"proxy-connection", b"trailer", b"proxy-authorization"):
+            if name in names:
+                raise Bad(f"{name!r} has been passed on")
+        if b"connection" in names and b"upgrade" not in names:
+            raise Bad("Connection has been passed on")
+        self.body(fields)
+        return words[0]
+
+    def response(self, method: bytes) -> int:
+        """Reads a response as a client may get it from us; gives its status."""
+        while True:
+            words = self.line().split(b" ", 2)
+            if len(words) != 3 or words[0] != b"HTTP/1.1" or len(words[1]) != 3:
+                raise Bad(f"status line {words}")
+            if not frozenset(b"0123456789").issuperset(words[1]):
+                raise Bad(f"status line {words}")
+            status = int(words[1])
+            fields = self.fields()
+            if status == 101:
+                return status
+            if status >= 200:
+                break
+        if method == b"HEAD" or status in (204, 304):
+            return status
+        self.body(fields, -1)
+        return status
+
+
+class StrictTest(unittest.TestCase):
+    """The second opinion is worth something only if it has one."""
+
+    def test_it_reads(self) -> None:
+        for data in (
+            b"GET / HTTP/1.1\r\nHost: h\r\n\r\n", b"POST /\xe9 HTTP/1.1\r\nhost:\r\n"
+            b"Content-Length: 2\r\n\r\nab", b"OPTIONS * HTTP/1.1\r\nHost: h\r\n"
+            b"Transfer-Encoding: Chunked\r\n\r\n2 ;x\r\nab\r\n0\r\nA: b\r\n\r\n",
+        ):
+            reader = Strict(data)
+            reader.request()
+            self.assertEqual(reader.at, len(data))
+            for size in range(len(data)):
+                with self.assertRaises(Cut):
+                    Strict(data[:size]).request()
+
+    def test_it_refuses(self) -> None:
+        for data in (
+            b"GET /  HTTP/1.1\r\n", b"GET / HTTP/1.0\r\n", b"GET /\n", b"GET x HTTP/1.1\r\n",
+            *(b"GET / HTTP/1.1\r\n" + lines for lines in (
+                b"\r\n", b"Host: a\r\nHost: a\r\n\r\n", b"Host : a\r\n", b"Host: a\r\n b\r\n",
+                b"Host: a\rb", b"Host: \x00", b"Host: a\r\nTE: b\r\n\r\n",
+                b"Host: a\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+                b"Host: a\r\nContent-Length: +1\r\n\r\n",
+                b"Host: a\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
+                b"Host: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nabc",
+            )),
+        ):
+            with self.subTest(data), self.assertRaises(Bad):
+                Strict(data).request()
+
+
+class Mutator:
+    """Bytes that are nearly HTTP. The same number gives the same bytes."""
+
+    SPICE = (
+        b"\r", b"\n", b"\r\n", b"\r\n\r\n", b"\x00", b" ", b"\t", b":", b",", b";",
+        b"\x0b", b"\x7f", b"\x85", b"\xff", b"-", b"+", b"0", b"0x", b"1e9", b"f" * 16,
+        b"99999999999999999999",
+        b"HTTP/1.1", b"HTTP/1.0", b"HTTP/2.0", b"HEAD ", b"CONNECT ", b" HTTP/1.1\r\n",
+        b"Host: x\r\n", b"Content-Length: 3\r\n", b"Content-Length: 0\r\n", b"\r\n continued",
+        b"Transfer-Encoding: chunked\r\n", b"Transfer-Encoding: gzip\r\n", b"Connection: close\r\n",
+        b"Connection: content-length, host, transfer-encoding\r\n", b"Expect: 100-continue\r\n",
+        b"Connection: upgrade\r\nUpgrade: websocket\r\n", b"Upgrade: h2c\r\n", b"0\r\n\r\n",
+        b"5;ext=\"a\r\nb\"\r\n", b"X" * 9000, b"GET /smuggled HTTP/1.1\r\nHost: h\r\n\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 101 Switching Protocols\r\n\r\n",
+        b"http://h/", b"*",
+    )
+
+    def __init__(self, seed: int) -> None:
+        self.chooser = random.Random(seed)
+
+    def mutate(self, data: bytes) -> bytes:
+        for _ in range(self.chooser.choice((0, 1, 1, 1, 2, 3, 6))):
+            data = self.change(data)
+        return data
+
+    def change(self, data: bytes) -> bytes:
+        choose = self.chooser
+        at = choose.randrange(len(data) + 1)
+        to = min(len(data), at + choose.choice((1, 1, 2, 8, 40)))
+        lines = data.split(b"\r\n")
+        line = choose.randrange(len(lines))
+        before, after = b"\r\n".join(lines[:line]), b"\r\n".join(lines[line:])
+        spice = choose.choice(self.SPICE)
+        return choose.choice((
+            data[:at] + spice + data[at:],
+            data[:at] + data[to:],
+            data[:at] + spice + data[to:],
+            data[:at] + bytes([choose.randrange(256)]) + data[at + 1 :],
+            data[:to] + data[at:],
+            data[:at],
+            before + b"\n" + after,
+            before + b"\r\n" + spice.strip(b"\r\n") + b"\r\n" + after,
+            before + b"\r\n" + lines[line] + b"\r\n" + after,
+            before + after.partition(b"\r\n")[2],
+        ))
+
+    def parts(self, data: bytes) -> Iterator[bytes]:
+        while data:
+            size = self.chooser.choice((1, 3, 20, 1000, 100000))
+            yield data[:size]
+            data = data[size:]
+
+
+class Fuzz(ProxyCase):
+    """Whatever comes from either side: no traceback, no hang, and nothing malformed goes out.
+
+    A failure names the number of its case: `Mutator(number)` gives the bytes again.
+    """
+
+    CASES = 500
+    WORKERS = 40
+    REQUESTS = (
+        get(b"/a?b=c", b"Accept: */*", b"X-Forwarded-For: 1.2.3.4"),
+        post(b"hello world", b"Content-Type: text/plain", b"Connection: close"),
+        b"POST /c HTTP/1.1\r\nHost: h:80\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"5\r\nhello\r\n6;x=y\r\n world\r\n0\r\nT: v\r\n\r\n",
+        b"HEAD / HTTP/1.1\r\nHost: h\r\nConnection: keep-alive, x\r\nX: y\r\n\r\n",
+        get(b"/1") + post(b"abc") + get(b"/2"),
+        b"POST /e HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\nabc",
+        b"OPTIONS * HTTP/1.1\r\nHost: [::1]:8080\r\n\r\n",
+        b"GET http://h/x HTTP/1.1\r\nHost: h\r\n\r\n",
+        b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
+        Upgrades.REQUEST, get(b"/health"), post(b"x" * 20000),
+    )
+    RESPONSES = (
+        OK, LAST, CHUNKED + chunk(b"hello") + chunk(b"world") + b"0\r\nT: v\r\n\r\n",
+        EVENTS + chunk(b"data: 1\n\n") + chunk(b"data: 2\n\n") + b"0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nServer: s\r\n\r\nuntil the end",
+        b"HTTP/1.1 204 No Content\r\n\r\n",
+        b"HTTP/1.1 304 Not Modified\r\nContent-Length: 9\r\n\r\n",
+        b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + OK,
+        b"HTTP/1.0 200 OK\r\nContent-Length: 3\r\nConnection: keep-alive\r\n\r\nabc",
+        Upgrades.SWITCH + b"tunnel",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 20000\r\n\r\n" + b"x" * 20000,
+    )
+    TUNING = ("H = mavgpud.Handler; H.HEAD_TIME = H.STALL_TIME = H.IDLE_TIME = 0.2; "
+              "mavgpud.linger.__defaults__ = (0.2,)")
+
+    def hammer(self, case: Callable[[int], None]) -> None:
+        with concurrent.futures.ThreadPoolExecutor(self.WORKERS) as pool:
+            for number, future in enumerate([pool.submit(case, n) for n in range(self.CASES)]):
+                try:
+                    future.result()
+                except Exception as fault:
+                    raise AssertionError(f"case {number}: {fault!r}") from fault
+
+    def serve(self, peers: Callable[[Peer], None]) -> None:
+        """Hands every connection to the child to `peers`, in a thread of its own."""
+        server = self.top.server
+        assert server
+        stop = threading.Event()
+
+        def take() -> None:
+            with concurrent.futures.ThreadPoolExecutor(2 * self.WORKERS) as pool:
+                while not stop.is_set():
+                    with contextlib.suppress(queue.Empty):
+                        pool.submit(peers, server.connections.get(timeout=0.1))
+
+        taker = threading.Thread(target=take)
+        taker.start()
+        self.addCleanup(taker.join)
+        self.addCleanup(stop.set)
+
+    def converse(self, number: int, mutator: Mutator, data: bytes, method: bytes) -> None:
+        """One client: sends bytes, reads to the end, which must come, and checks what came."""
+        client = Peer(socket.create_connection(("127.0.0.1", self.top.port), DEADLINE))
+        with client.sock:
+            with contextlib.suppress(ConnectionError):  # it may have been answered long before
+                for part in mutator.parts(data):
+                    client.send(part)
+            got, _ = client.rest()
+        reader = Strict(got)
+        with contextlib.suppress(Cut):
+            while reader.at < len(got):
+                if reader.response(method) == 101:
+                    return
+
+    def test_mutated_requests(self) -> None:
+        self.sandwich(self.TUNING)
+        faults: list[str] = []
+        served: list[bytes] = []
+
+        def child(peer: Peer) -> None:
+            """Reads strictly, and answers what is whole."""
+            with peer.sock:
+                try:
+                    while True:
+                        reader = Strict(bytes(peer.buffer))
+                        try:
+                            method = reader.request()
+                        except Cut:
+                            if not peer.fill():
+                                return
+                            continue
+                        served.append(method)
+                        del peer.buffer[: reader.at]
+                        peer.send(OK[:-2] if method == b"HEAD" else OK)
+                except OSError:
+                    return
+                except Bad as fault:
+                    faults.append(f"{fault}: {bytes(peer.buffer)!r}")
+
+        def case(number: int) -> None:
+            mutator = Mutator(number)
+            data = mutator.mutate(mutator.chooser.choice(self.REQUESTS))
+            # Which answer belongs to a HEAD cannot be told from outside if the bytes are mutated.
+            head = b"HEAD" in data
+            if head:
+                data = data.replace(b"HEAD", b"GET")
+            self.converse(number, mutator, data, b"GET")
+
+        self.serve(child)
+        self.hammer(case)
+        self.assertEqual(faults, [])
+        self.assertGreater(len(served), self.CASES // 4)
+
+    def test_mutated_responses(self) -> None:
+        self.sandwich(self.TUNING)
+
+        def child(peer: Peer) -> None:
+            with peer.sock, contextlib.suppress(OSError):
+                head = peer.head()
+                mutator = Mutator(int(head.first.split(b" ")[1][1:]))
+                for part in mutator.parts(mutator.mutate(mutator.chooser.choice(self.RESPONSES))):
+                    peer.send(part)
+                if mutator.chooser.random() < 0.3:
+                    peer.reset()
+
+        def case(number: int) -> None:
+            mutator = Mutator(-1 - number)
+            method = mutator.chooser.choice((b"GET", b"GET", b"POST", b"HEAD"))
+            more = mutator.chooser.choice((
+                b"", b"Connection: close\r\n", b"Connection: upgrade\r\nUpgrade: websocket\r\n"))
+            data = b"%s /%d HTTP/1.1\r\nHost: h\r\n%s\r\n" % (method, number, more)
+            self.converse(number, mutator, data, method)
+
+        self.serve(child)
+        self.hammer(case)
 
 
 # ---- tests: the card -----------------------------------------------------------------------------

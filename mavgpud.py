@@ -2257,7 +2257,7 @@ class Body:
         self.left = framing  # bytes of the body, or of the present chunk, that are still to come
         self.framing = framing
         self.done = framing == 0
-        self.first = True  # no chunk has been read yet
+        self.owed = False  # the line end that closes the last chunk is still to come
         if framing == CHUNKED:
             self.left = 0
 
@@ -2277,14 +2277,43 @@ class Body:
         wire.start += count
         return [piece]
 
-    def more(self) -> list[Piece]:
-        """Waits for more content. Malformed, Ended (also where it ends too early), Stalled."""
+    def wait(self) -> None:
+        """Waits for something to arrive. Ended (also where it ends too early), Stalled."""
         if not self.wire.fill():
             if self.framing != UNTIL_CLOSE:
                 raise Ended
             self.done = True
-            return []
-        return self.arrived()
+
+    def passed(self, chunked: bool) -> Piece:
+        """What has arrived, framed for a peer that takes chunks or does not. Malformed.
+
+        Whole chunks go on as they came: a stream of tokens is nothing else.
+        """
+        run = self.whole_chunks() if chunked and self.framing == CHUNKED else b""
+        if run and self.wire.start == self.wire.end:
+            return run
+        rest = framed(self.arrived(), chunked, self.done)
+        return b"".join((run, rest)) if run else rest
+
+    def whole_chunks(self) -> bytes:
+        """The chunks that have arrived from end to end, save the last one, with their framing."""
+        wire = self.wire
+        if self.left:
+            return b""
+        data = bytes(wire.view[wire.start : wire.end])
+        begin = at = 2 if self.owed else 0
+        if self.owed and not data.startswith(b"\r\n"):
+            return b""
+        while (line_end := data.find(b"\r\n", at)) >= 0:
+            size = chunk_size(data[at:line_end])
+            after = line_end + 4 + size
+            if not size or data[after - 2 : after] != b"\r\n":
+                break
+            at = after
+        if at > begin:
+            wire.start += at
+            self.owed = False
+        return data[begin:at]
 
     def chunks(self) -> list[Piece]:
         """The content of all chunks, or of the parts of chunks, that have arrived."""
@@ -2299,12 +2328,12 @@ class Body:
                 at += size
                 continue
             # The line end that closes a chunk is read with the size line that follows it.
-            begin = at if self.first else at + 2
+            begin = at + 2 if self.owed else at
             stop = buffer.find(b"\r\n", begin, end)
             if stop < 0:
                 self.check_partial(view[at:end])
                 break
-            if not self.first and not buffer.startswith(b"\r\n", at):
+            if self.owed and not buffer.startswith(b"\r\n", at):
                 raise Malformed(400, "a chunk longer than it says")
             self.left = chunk_size(bytes(view[begin:stop]))
             if not self.left:
@@ -2313,14 +2342,14 @@ class Body:
                     break
                 self.done = True
                 stop = after - 2
-            self.first = False
+            self.owed = True
             at = stop + 2
         wire.start = at
         return pieces
 
     def check_partial(self, rest: memoryview) -> None:
         """Malformed unless `rest` may still become a size line."""
-        line_end = b"" if self.first else b"\r\n"[: len(rest)]
+        line_end = b"\r\n"[: len(rest)] if self.owed else b""
         fine = rest[: len(line_end)] == line_end and PARTIAL.fullmatch(rest[len(line_end) :])
         if not fine or len(rest) > MAX_CHUNK_LINE:
             raise Malformed(400, "malformed chunk")
@@ -2774,7 +2803,7 @@ class Exchange:
         handler.close_connection |= length < 0 and not chunked
         head = response.client_head(request, handler.close_connection)
         handler.answers[response.status // 100] += 1
-        data = framed(body.arrived(), chunked, body.done)
+        data = body.passed(chunked)
         data = b"".join((head, data)) if data else head
         self.response = response
         while True:
@@ -2782,7 +2811,8 @@ class Exchange:
                 self.deliver(data)
             if body.done:
                 break
-            data = framed(body.more(), chunked, body.done)
+            body.wait()
+            data = body.passed(chunked)
         if length == UNTIL_CLOSE and self.why:
             raise Ended  # that was not the child's end, but ours
         whole = not self.upload or (self.upload.over.is_set() and not self.upload.broken)
@@ -2910,7 +2940,8 @@ class Upload:
             self.exchange.handler.set_limit(self.limit)
             self.send(framed(body.arrived(), chunked, body.done))
             while not body.done:
-                self.send(framed(body.more(), chunked, body.done))
+                body.wait()
+                self.send(framed(body.arrived(), chunked, body.done))
             self.exchange.handler.set_limit(Handler.IDLE_TIME)
         except (Malformed, Ended, Stalled) as fault:
             self.fault = fault

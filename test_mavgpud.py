@@ -1332,6 +1332,16 @@ class Running(TestCase):
         top.wait_log(rf"pid {pid} exited, killed by SIGKILL while ready.*; next try in 5s$")
         self.assertEqual(top.get("/health").status, 503)
 
+    @unittest.skipIf(len(os.sched_getaffinity(0)) < 2, "needs two CPUs")
+    def test_processors(self) -> None:
+        """The front keeps to one, where its threads hand over quickest; the child has them all."""
+        top = self.supervisor()
+        pid = top.ready()
+        self.assertEqual(top.chat().status, 200)
+        threads = [os.sched_getaffinity(int(task)) for task in os.listdir(f"/proc/{top.pid}/task")]
+        self.assertGreater(sum(len(cpus) == 1 for cpus in threads), 1)
+        self.assertEqual(os.sched_getaffinity(pid), os.sched_getaffinity(0))
+
     def test_crash_is_noticed_at_once(self) -> None:
         """Not at the next poll, which is a minute away, and not by a probe, for there is none."""
         top = self.supervisor(poll="60s", children=[self.child("mute", serve=False)])

@@ -1788,11 +1788,11 @@ class Supervisor:
             if signum == signal.SIGHUP:
                 self.reload(now)
             elif self.closing is None:
-                log.info("%s: stopping", signal.Signals(signum).name)
                 self.closing = now + self.SHUTDOWN_TIME
-                self.systemd.say("STOPPING=1")
                 if self.front:
                     self.front.close_listener()
+                log.info("%s: stopping", signal.Signals(signum).name)
+                self.systemd.say("STOPPING=1")
             else:
                 self.closing, self.hurry = now, True
 
@@ -2038,11 +2038,11 @@ class Request:
     """The head of a request, checked; never changed. Malformed says why it is refused."""
 
     __slots__ = (
-        "method", "target", "old", "kept", "known", "framing", "close", "upgrade",
+        "method", "target", "old", "known", "framing", "close", "upgrade", "forwarded",
     )
 
     def __init__(self, head: bytes) -> None:
-        line, self.kept, self.known = split_head(head, UNDERSTOOD_IN_REQUEST)
+        line, kept, self.known = split_head(head, UNDERSTOOD_IN_REQUEST)
         self.method, self.target, minor = request_line(line)
         known = self.known
         self.old = minor == b"0"
@@ -2063,6 +2063,7 @@ class Request:
         self.upgrade = (
             wanted == [b"websocket"] and b"upgrade" in options and not (self.framing or self.old)
         )
+        self.forwarded = self.upstream_head(kept)
 
     def expects(self) -> bool:
         """Whether the client waits for a 100 (Continue) before it sends the body."""
@@ -2079,22 +2080,23 @@ class Request:
             return hosts
         raise Malformed(400, "malformed request target")
 
-    def upstream_head(self, client: bytes) -> bytes:
-        """The head as the child gets it; `client` is whom it came from, for X-Forwarded-For."""
+    def upstream_head(self, kept: list[bytes]) -> bytes:
+        """The head as the child gets it, but for the client's own address at its end."""
         known = self.known
         host = known[b"host"][0] if b"host" in known else b""
-        lines = [b"%s %s HTTP/1.1\r\nHost: %s" % (self.method, self.target, host), *self.kept]
+        lines = [b"%s %s HTTP/1.1\r\nHost: %s" % (self.method, self.target, host), *kept]
         if self.framing == CHUNKED:
             lines.append(b"Transfer-Encoding: chunked")
         elif b"content-length" in known:
             lines.append(b"Content-Length: " + known[b"content-length"][0])
-        if b"expect" in known and not self.old:
-            lines += [b"Expect: " + value for value in known[b"expect"]]
+        if not self.old:
+            lines += [b"Expect: " + value for value in known.get(b"expect", ())]
         if self.upgrade:
             lines += [b"Connection: Upgrade", b"Upgrade: " + known[b"upgrade"][0]]
-        forwarded = [*known.get(b"x-forwarded-for", ()), client]
-        lines.append(b"X-Forwarded-For: " + b", ".join(forwarded))
-        return b"\r\n".join(lines) + b"\r\n\r\n"
+        lines.append(b"X-Forwarded-For: ")
+        return b"\r\n".join(lines) + b"".join(
+            value + b", " for value in known.get(b"x-forwarded-for", ())
+        )
 
 
 def request_line(line: bytes) -> tuple[bytes, bytes, bytes]:
@@ -2113,9 +2115,9 @@ def request_line(line: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 class Response:
-    """The head of a child's response, checked; never changed. Malformed if it is none."""
+    """The head of a child's response, checked. Malformed if it is none."""
 
-    __slots__ = ("status", "reason", "kept", "known", "framing", "reusable")
+    __slots__ = ("status", "reason", "kept", "known", "framing", "reusable", "heads")
 
     def __init__(self, head: bytes, method: bytes) -> None:
         line, self.kept, self.known = split_head(head, UNDERSTOOD)
@@ -2127,6 +2129,7 @@ class Response:
         length = framing(self.known, UNTIL_CLOSE)
         bodiless = method == b"HEAD" or self.status < 200 or self.status in (204, 304)
         self.framing = 0 if bodiless else length
+        self.heads: dict[tuple[bool, bool], bytes] = {}  # what client_head has made
         # llama-server closes after every chunked response, whatever it has announced.
         self.reusable = (
             match[1] == b"1"
@@ -2142,21 +2145,26 @@ class Response:
             for line in self.kept
         )
 
-    def client_head(self, request: Request, close: bool) -> bytes:
-        """The head as the client gets it: the child's own fields, framed for the client."""
+    def client_head(self, old: bool, close: bool) -> bytes:
+        """The head as a client gets it: the child's own fields, framed for HTTP/1.1 or, if `old`,
+        for HTTP/1.0."""
+        made = self.heads.get((old, close))
+        if made:
+            return made
         lines = [b"HTTP/1.1 %d %s" % (self.status, self.reason), *self.kept]
         if b"content-length" in self.known:
             if self.status >= 200 and self.status != 204:
                 lines.append(b"Content-Length: " + self.known[b"content-length"][0])
-        elif not request.old and (
+        elif not old and (
             self.framing < 0 or (self.status != 304 and b"transfer-encoding" in self.known)
         ) and self.status not in (101, 204):
             lines.append(b"Transfer-Encoding: chunked")
         if self.status == 101:
-            lines += [b"Connection: Upgrade", b"Upgrade: " + request.known[b"upgrade"][0]]
+            lines += [b"Connection: Upgrade", b"Upgrade: websocket"]
         elif close and self.status >= 200:
             lines.append(b"Connection: close")
-        return b"\r\n".join(lines) + b"\r\n\r\n"
+        made = self.heads[old, close] = b"\r\n".join(lines) + b"\r\n\r\n"
+        return made
 
 
 # A client that polls, and llama-server in answering it, send the same head again and again, and to
@@ -2239,6 +2247,8 @@ class Wire:
 
     def head(self) -> bytes | None:
         """The next head, if it has arrived whole; Malformed if it is too large already."""
+        if self.start == self.end:
+            return None
         at = self.buffer.find(b"\r\n\r\n", self.start, self.end)
         if at < 0 or at + 4 - self.start > MAX_HEAD:
             if self.end - self.start >= MAX_HEAD:
@@ -2391,9 +2401,6 @@ def framed(pieces: list[Piece], chunked: bool, last: bool) -> Piece:
 
 
 DONTWAIT = int(socket.MSG_DONTWAIT)
-PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # the enum's own operator takes microseconds
-
-
 class Upstream(http.client.HTTPConnection):
     """A connection to a child: http.client opens and closes it, heads and bodies are ours."""
 
@@ -2406,18 +2413,12 @@ class Upstream(http.client.HTTPConnection):
         self.sock.settimeout(None)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(self.SEND_LIMIT))
         self.wire = Wire(self.sock)
-        self.fresh = True
+        self.poller = select.poll()  # costs less than a recv that fails
+        self.poller.register(self.sock, select.POLLIN)
 
     def quiet(self) -> bool:
         """Whether it is open and without a stray byte, which the next answer would begin with."""
-        self.fresh = False
-        try:
-            self.sock.recv(1, PEEK)
-        except BlockingIOError:
-            return self.wire.start == self.wire.end
-        except OSError:
-            return False
-        return False
+        return self.wire.start == self.wire.end and not self.poller.poll(0)
 
     def response(self, method: bytes) -> Response:
         """The next head, of an interim or a final response. Malformed, Ended."""
@@ -2486,7 +2487,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answers = self.server.take_tally()
         self.limit = self.HEAD_TIME  # the listener gives it to its sockets
         host: str = self.client_address[0]
-        self.client = (host[7:] if host.startswith("::ffff:") else host).encode()
+        client = host[7:] if host.startswith("::ffff:") else host
+        self.client_line = client.encode() + b"\r\n\r\n"  # the end of X-Forwarded-For
         self.server.handlers.add(self)
         self.server.watcher.add(self.sock.fileno(), select.EPOLLRDHUP, self.client_left)
 
@@ -2713,7 +2715,7 @@ class Exchange:
     def ask(self) -> Response:
         """Sends the request; gives the final response's head, or that of an upgrade."""
         request, body, handler = self.request, self.body, self.handler
-        head = request.upstream_head(handler.client)
+        head = request.forwarded + handler.client_line
         content = framed(body.arrived(), body.framing == CHUNKED, body.done)
         first = b"".join((head, content)) if content else head
         response = self.try_idle(first) if not request.upgrade else None
@@ -2734,7 +2736,7 @@ class Exchange:
             if interim > MAX_INTERIM:
                 raise Malformed(502, "no end of interim responses")
             if not request.old and (response.status != 100 or request.expects()):
-                self.deliver(response.client_head(request, False))
+                self.deliver(response.client_head(False, False))
             assert self.upstream
             response = self.upstream.response(request.method)
         return response
@@ -2801,7 +2803,7 @@ class Exchange:
             handler.close_connection = True  # an answer before the request has ended
         chunked = length < 0 and not request.old and not tunnel
         handler.close_connection |= length < 0 and not chunked
-        head = response.client_head(request, handler.close_connection)
+        head = response.client_head(request.old, handler.close_connection)
         handler.answers[response.status // 100] += 1
         data = body.passed(chunked)
         data = b"".join((head, data)) if data else head

@@ -140,25 +140,30 @@ class Config(NamedTuple):
 
 
 # Go's time.ParseDuration: decimal numbers, each with a unit, without spaces.
-DURATION = re.compile(r"(?:(?:\d+(?:\.\d*)?|\.\d+)(?:ns|us|µs|ms|s|m|h))+", re.ASCII)
-DURATION_PART = re.compile(r"([\d.]+)(ns|us|µs|ms|s|m|h)", re.ASCII)
+DURATION_PART = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)"
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 Parser = Callable[[Any], Any]
+
+
+def must(fine: object, value: Any, what: str) -> None:
+    """ValueError, with what is wrong with `value`, unless it is fine."""
+    if not fine:
+        raise ValueError(f"{json.dumps(value)} {what}")
 
 
 def duration(least: float = 0.0, never: bool = False) -> Parser:
     """A parser for Go durations of at least `least` seconds, or "never" where that is allowed."""
 
     def parse(value: Any) -> float:
-        example = 'a duration such as "15m", "1h30m" or "300ms"' + (' or "never"' if never else "")
         if never and value == "never":
             return NEVER
-        if not isinstance(value, str) or not (value == "0" or DURATION.fullmatch(value)):
-            raise ValueError(f"{json.dumps(value)} is not {example}")
-        seconds = sum(float(n) * UNITS[unit] for n, unit in DURATION_PART.findall(value))
-        if seconds < least:
-            raise ValueError(f"{json.dumps(value)} is too short, the least is {spell(least)}")
+        known = isinstance(value, str) and re.fullmatch(f"0|(?:{DURATION_PART})+", value, re.ASCII)
+        must(known, value, 'is not a duration such as "15m", "1h30m" or "300ms"'
+             + ' or "never"' * never)
+        parts = re.findall(DURATION_PART, value, re.ASCII)
+        seconds = sum(float(n) * UNITS[unit] for n, unit in parts)
+        must(seconds >= least, value, f"is too short, the least is {spell(least)}")
         return seconds
 
     return parse
@@ -168,56 +173,47 @@ def whole(least: int) -> Parser:
     """A parser for whole numbers of at least `least`."""
 
     def parse(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{json.dumps(value)} is not a whole number")
-        if value < least:
-            raise ValueError(f"{value} is too small, the least is {least}")
-        return value
+        must(type(value) is int, value, "is not a whole number")  # a bool is an int, too
+        must(value >= least, value, f"is too small, the least is {least}")
+        return int(value)
 
     return parse
 
 
 def text(value: Any) -> str:
     """A string that may be given to the kernel as a path or an argument."""
-    if not isinstance(value, str) or "\0" in value:
-        raise ValueError(f"{json.dumps(value)} is not a string")
-    return value
+    must(isinstance(value, str) and "\0" not in value, value, "is not a string")
+    return str(value)
 
 
 def texts(value: Any) -> tuple[str, ...]:
     """A list of strings; null is an empty one, as in Go."""
-    if not isinstance(value, (list, type(None))):
-        raise ValueError(f"{json.dumps(value)} is not a list of strings")
-    return tuple(text(item) for item in value or ())
+    must(isinstance(value, (list, type(None))), value, "is not a list of strings")
+    return tuple(map(text, value or ()))
 
 
 def flag(value: Any) -> bool:
-    """true or false."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{json.dumps(value)} is neither true nor false")
-    return value
+    must(isinstance(value, bool), value, "is neither true nor false")
+    return bool(value)
 
 
 def environment(value: Any) -> dict[str, str]:
-    """An object of strings."""
-    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-        raise ValueError(f"{json.dumps(value)} is not an object of strings")
+    strings = isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
+    must(strings, value, "is not an object of strings")
     for key, item in value.items():
-        if not key or "=" in key or "\0" in key + item:
-            raise ValueError(f"{json.dumps(key)} cannot be the name of an environment variable")
-    return value
+        must(key and "=" not in key and "\0" not in key + item, key,
+             "cannot be the name of an environment variable")
+    return dict(value)
 
 
 def path(value: Any) -> str:
     """An absolute path, of a file or in a URL."""
-    if not text(value).startswith("/"):
-        raise ValueError(f'{json.dumps(value)} does not begin with "/"')
+    must(text(value).startswith("/"), value, 'does not begin with "/"')
     return str(value)
 
 
 def paths(value: Any) -> tuple[str, ...]:
-    """A list of absolute paths."""
-    return tuple(path(item) for item in texts(value))
+    return tuple(map(path, texts(value)))
 
 
 def device(value: Any) -> str:
@@ -228,9 +224,9 @@ def device(value: Any) -> str:
 def address(value: Any) -> Address:
     """HOST:PORT, an IPv6 host in brackets."""
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]*)):(\d{1,5})", text(value), re.A)
-    if not match or not 1 <= int(match[3]) <= 65535:
-        raise ValueError(f'{json.dumps(value)} is not HOST:PORT, such as "127.0.0.1:8081"')
-    return (match[1] or match[2], int(match[3]))
+    host, port = (match[1] or match[2], int(match[3])) if match else ("", 0)
+    must(1 <= port <= 65535, value, 'is not HOST:PORT, such as "127.0.0.1:8081"')
+    return (host, port)
 
 
 def local(value: Any) -> Address | None:
@@ -238,31 +234,28 @@ def local(value: Any) -> Address | None:
     if value is None:
         return None
     result = address(value)
-    if not result[0]:
-        raise ValueError(f'{json.dumps(value)} lacks a host, such as "127.0.0.1{value}"')
+    must(result[0], value, f'lacks a host, such as "127.0.0.1{value}"')
     return result
 
 
 def program(value: Any) -> str:
     """A program, by path or to be found in PATH, that we may execute."""
     found = shutil.which(text(value)) if value else None
-    if not value or not found:
-        raise ValueError(f"{json.dumps(value)} is not a program that can be executed here")
-    return found
+    must(found, value, "is not a program that can be executed here")
+    return str(found)
 
 
 def label(value: Any) -> str:
     """A child's name: it stands in URLs and in the log."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text(value), re.ASCII):
-        raise ValueError(f"{json.dumps(value)} is not a name of letters, digits, '.', '_' and '-'")
+    must(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text(value), re.ASCII), value,
+         "is not a name of letters, digits, '.', '_' and '-'")
     return str(value)
 
 
 def sequence(value: Any) -> list[Any]:
     """A list of anything; its items are checked one by one."""
-    if not isinstance(value, list):
-        raise ValueError(f"{json.dumps(value)} is not a list")
-    return value
+    must(isinstance(value, list), value, "is not a list")
+    return list(value)
 
 
 REQUIRED = object()

@@ -129,7 +129,7 @@ class Config(NamedTuple):
     evict_after_polls: int
     start_after_polls: int
     wait_for_model: float
-    passive_paths: frozenset[str]
+    passive_paths: tuple[str, ...]
     ignore: tuple[str, ...]
     unseen_vram_bytes: int
     evict_unseen: bool
@@ -359,45 +359,29 @@ def load_config(source: str) -> Config:
         raise ConfigError(f"{source}: not a JSON object")
 
     top = faults.table(given, TOP_KEYS)
-    first: dict[str, Any] = {
-        "name": "llama",
-        "env": {},
-        "health": "/health",
-        "routes": (),
-        "min_free_vram_bytes": top.get("min_free_vram_bytes"),
-        **{key: top.get(key) for key in INHERITED},
-        **{key: top.get("llama_" + key) for key in ("bin", "args", "addr")},
-    }
     if "llama_addr" in top and top["llama_addr"] is None:
         faults.add("llama_addr", "null is not HOST:PORT, llama is what the proxy is for")
-    children = [first]
+    inherited = {key: top.get(key) for key in INHERITED}
+    children: list[dict[str, Any]] = [{
+        **inherited, "name": "llama", "env": {}, "health": "/health", "routes": (),
+        "min_free_vram_bytes": top.get("min_free_vram_bytes"),
+        **{key: top.get("llama_" + key) for key in ("bin", "args", "addr")},
+    }]
     for index, item in enumerate(top.get("children", ())):
         where = f"children[{index}]."
         if not isinstance(item, dict):
             faults.add(where[:-1], f"{json.dumps(item)} is not an object")
             continue
         own = {key: (TOP_KEYS[key][0], item.get(key)) for key in INHERITED if key in item}
-        children.append(
-            {**{key: top.get(key) for key in INHERITED},
-             **faults.table(item, {**CHILD_KEYS, **own}, where)}
-        )
+        children.append({**inherited, **faults.table(item, {**CHILD_KEYS, **own}, where)})
     check_children(faults, children, top.get("listen"))
     if faults.lines:
         raise ConfigError("\n".join(faults.lines))
-    return Config(
-        children=tuple(ChildConfig(**child) for child in children),
-        passive_paths=frozenset(top["passive_paths"]),
-        **{
-            key: top[key]
-            for key in Config._fields
-            if key not in ("children", "passive_paths")
-        },
-    )
+    top["children"] = tuple(ChildConfig(**child) for child in children)
+    return Config(**{key: top[key] for key in Config._fields})
 
 
-def check_children(
-    faults: Faults, children: list[dict[str, Any]], listen: Address | None
-) -> None:
+def check_children(faults: Faults, children: list[dict[str, Any]], listen: Address | None) -> None:
     """What no child can be asked alone: names, addresses and routes are each used once."""
     seen: dict[tuple[str, Any], str] = {}
     for index, child in enumerate(children):

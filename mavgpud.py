@@ -1155,7 +1155,7 @@ class Child:
         self.run: Run | None = None
         self.since = time.monotonic()
         self.deadline = NEVER  # of the state, or of the phase of stopping
-        self.phase = 0  # of stopping: 0 connections cut, 1 SIGTERM sent, 2 SIGKILL sent, 3 wedged
+        self.phase = 0  # of stopping: 0 connections cut, 1 SIGTERM sent, 2 SIGKILL sent
         self.failures = 0
         self.next_try = 0.0
         self.rest_from = NEVER  # when an idle rest began; NEVER: there is none
@@ -1224,7 +1224,8 @@ class Child:
             ended = run.exited()
             if ended:
                 run.ready = False
-                self.fail(now, f"pid {run.pid} {ended} {self.doing(now)}")
+                after = f", after {spell(now - self.since)}" * (now > self.since)
+                self.fail(now, f"pid {run.pid} {ended} while {self.state}{after}")
                 self.stop(now, f"{self.name} has crashed")
             elif self.state == LOADING and run.healthy:
                 self.become_ready(now, run)
@@ -1240,9 +1241,6 @@ class Child:
                 self.failures = 0
         if self.state in (STOPPING, WEDGED):
             self.pursue(now, run)
-
-    def doing(self, now: float) -> str:
-        return f"while {self.state}" + f", after {spell(now - self.since)}" * (now > self.since)
 
     def become_ready(self, now: float, run: Run) -> None:
         first = run.since_ready is None
@@ -1271,18 +1269,16 @@ class Child:
                         spell(self.config.stop_grace))
             run.kill(signal.SIGKILL)
         elif self.phase == 2 and now >= self.deadline:
-            self.phase = 3
-            self.enter(WEDGED, now)
+            self.enter(WEDGED, now)  # which has no deadline
             log.error("%s (pid %d) is wedged: SIGKILL does not end it, so nothing else is started",
                       self.name, run.pid)
 
     def held(self, now: float) -> tuple[str, str] | None:
         """Why it must not be started now whatever the card is like: (kind, words), or None."""
-        if self.retired:
-            return ("failed", "it is no longer configured")
         if now < self.next_try:
             left = spell(math.ceil(self.next_try - now))
-            return ("failed", f"it has failed {times(self.failures)}, next try in {left}")
+            times = "once" if self.failures == 1 else f"{self.failures} times"
+            return ("failed", f"it has failed {times}, next try in {left}")
         if self.rest_from != NEVER and not self.wanted:
             left_of_rest = self.rest_from + self.config.idle_rest - now
             if left_of_rest == NEVER:
@@ -1290,10 +1286,6 @@ class Child:
             if left_of_rest > 0:
                 return ("rest", f"resting after idle for another {spell(math.ceil(left_of_rest))}")
         return None
-
-
-def times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def taken(addr: Address | None) -> bool:

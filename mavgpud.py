@@ -970,6 +970,7 @@ PRIVATE_ENVIRONMENT = re.compile(
 )
 
 
+@functools.cache
 def die_with_us() -> list[str]:
     """The command that puts a child under a parent-death signal, and without our capabilities.
 
@@ -998,17 +999,11 @@ class Run:
     PROBE_TIME = 2.0  # seconds without an answer
     MISSES = 3  # failed probes in a row that make a ready child not ready
 
-    def __init__(self, config: ChildConfig, prefix: list[str], now: float, used: int) -> None:
-        environment = {
-            key: value
-            for key, value in os.environ.items()
-            if not PRIVATE_ENVIRONMENT.fullmatch(key)
-        }
+    def __init__(self, config: ChildConfig, now: float, used: int) -> None:
+        ours = {k: v for k, v in os.environ.items() if not PRIVATE_ENVIRONMENT.fullmatch(k)}
         self.process = subprocess.Popen(
-            [*prefix, config.bin, *config.args],
-            stdin=subprocess.DEVNULL,
-            env={**environment, **config.env},
-            start_new_session=True,
+            [*die_with_us(), config.bin, *config.args], stdin=subprocess.DEVNULL,
+            env={**ours, **config.env}, start_new_session=True,
         )
         self.config = config
         self.pid = self.process.pid
@@ -1181,13 +1176,13 @@ class Child:
         for waiter in list(self.waiters):
             waiter.set()
 
-    def start(self, now: float, used: int, prefix: list[str]) -> Run | None:
+    def start(self, now: float, used: int) -> Run | None:
         """Starts the process; a failure to do so counts like a crash."""
         self.rest_from = NEVER
         self.wanted = False
         self.starts += 1
         try:
-            self.run = Run(self.config, prefix, now, used)
+            self.run = Run(self.config, now, used)
         except OSError as error:
             self.fail(now, f"{self.config.bin} cannot be started: {error.strerror}")
             return None
@@ -1419,7 +1414,6 @@ class Supervisor:
         self.card = Card(config.kfd_root, config.drm_device, config.ignore)
         self.lock = CardLock(config.card_lock)
         self.children = [Child(child) for child in config.children]
-        self.prefix: list[str] | None = None
         self.streaks = Streaks()
         self.total: int | None = None  # bytes of VRAM; None: unknown
         self.used: int | None = None
@@ -1583,9 +1577,7 @@ class Supervisor:
             return f"{host}:{port} is in use by another program"
         if self.lock.file and not self.lock.take():
             return "the card lock is held by a process that the kernel does not name"
-        if self.prefix is None:
-            self.prefix = die_with_us()
-        run = child.start(now, self.used or 0, self.prefix)
+        run = child.start(now, self.used or 0)
         if not run:
             return f"{child.config.bin} cannot be started"
         if run.pidfd >= 0:

@@ -1429,13 +1429,10 @@ class Supervisor:
         self.signals: collections.deque[int] = collections.deque()
         self.closing: float | None = None  # when the time of the running requests is up
         self.hurry = False
-        self.ended_well = False
         self.systemd = Systemd()
         self.loop = PollLoop(config.poll, self.poll)
         self.watcher = Watcher(self)
         self.front: Front | None = None
-        self.routes: tuple[tuple[bytes, Child], ...] = ()
-        self.passive: frozenset[bytes] = frozenset()
         self.set_routes()
         self.snapshot = snapshot(self, time.monotonic())
 
@@ -1767,7 +1764,6 @@ class Supervisor:
                            "mavgpud is shutting down")
         left = any(child.run and child.state != WEDGED for child in self.children)
         if not left and (self.hurry or not self.returning):
-            self.ended_well = True
             self.loop.cancel()
 
     def end(self) -> int:
@@ -1775,7 +1771,7 @@ class Supervisor:
         for child in self.children:
             if child.run:
                 child.run.kill(signal.SIGKILL)
-        return 0 if self.ended_well else 1
+        return 0 if self.loop.finished.is_set() else 1
 
     # Configuration
 

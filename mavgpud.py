@@ -412,7 +412,7 @@ class Unknown(Exception):
 
 
 class Contender(NamedTuple):
-    """A process that wants the card and is not ours."""
+    """A process that wants the card or, with VRAM, has a part of it."""
 
     pid: int
     comm: str
@@ -882,14 +882,6 @@ class CardLock:
 # ---- jobs that the KFD never sees
 
 
-class Holder(NamedTuple):
-    """A process with VRAM on a card, by its DRM file descriptors."""
-
-    vram: int
-    pid: int
-    comm: str
-
-
 def drm_clients(fdinfo: str, pci: str) -> Iterator[tuple[str, int]]:
     """(client id, bytes of VRAM) of one fdinfo text, if it is of an amdgpu client on card `pci`.
 
@@ -908,7 +900,7 @@ def drm_clients(fdinfo: str, pci: str) -> Iterator[tuple[str, int]]:
         yield " ".join(values["drm-client-id"]), int(amount[0]) * unit
 
 
-def holders(pci: str, proc: str = "/proc", limit: float = 2.0) -> tuple[list[Holder], int]:
+def holders(pci: str, proc: str = "/proc", limit: float = 2.0) -> tuple[list[Contender], int]:
     """Who holds VRAM on card `pci`, most first, and how many processes could not be looked at.
 
     A client is counted once however many descriptors, also of other processes, lead to it. Takes
@@ -917,7 +909,7 @@ def holders(pci: str, proc: str = "/proc", limit: float = 2.0) -> tuple[list[Hol
     """
     deadline = time.monotonic() + limit
     seen: set[str] = set()
-    found: list[Holder] = []
+    found: list[Contender] = []
     closed = 0
     for name in sorted(filter(str.isdigit, os.listdir(proc)), key=int):
         if time.monotonic() > deadline:
@@ -944,19 +936,15 @@ def holders(pci: str, proc: str = "/proc", limit: float = 2.0) -> tuple[list[Hol
                 comm = slurp(f"{proc}/{name}/comm").rstrip("\n")
             except OSError:
                 comm = "?"
-            found.append(Holder(total, int(name), comm))
-    return sorted(found, reverse=True), closed
+            found.append(Contender(int(name), comm, total))
+    return sorted(found, key=lambda c: c.vram or 0, reverse=True), closed
 
 
 def describe_holders(pci: str, proc: str = "/proc") -> str:
-    """Who holds VRAM on the card, in words."""
     found, closed = holders(pci, proc)
-    named_ones = ", ".join(
-        f"{printable(h.comm)} (pid {h.pid}, {gib(h.vram)})" for h in found[:8]
-    )
     more = f" and {len(found) - 8} more" if len(found) > 8 else ""
     hidden = f"; {closed} processes could not be looked at" if closed else ""
-    return f"{named_ones or 'nobody that can be seen'}{more}{hidden}"
+    return f"{named(found[:8]) or 'nobody that can be seen'}{more}{hidden}"
 
 
 # ---- children ------------------------------------------------------------------------------------

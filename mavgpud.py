@@ -495,7 +495,6 @@ def session_members(session: int) -> list[Stat]:
 
 
 KFD_NAME = re.compile(r"(?:pid:)?([0-9]+)(?:-id:[0-9]+)?")
-PCI_ADDRESS = re.compile(r"([0-9a-f]{4}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
 
 
 class Card:
@@ -513,11 +512,12 @@ class Card:
         self.drm_device = drm_device
         self.ignore = tuple(ignore)
         self.has_kfd = True
-        self.stale: dict[int, float] = {}
-        self.told_stale: set[int] = set()
-        self.unit = own_unit()
-        self.gpus: dict[str, str] | None = None
-        self.generation = ""
+        self.stale: dict[int, float] = {}  # dead pid -> since when, NEVER once that is said
+        # Our unit's cgroup, where systemd started us as a service of ours alone.
+        alone = os.environ.get("SYSTEMD_EXEC_PID") == str(os.getpid())
+        self.unit = cgroup(os.getpid()) if alone else ""
+        self.gpus: dict[str, str] = {}  # PCI address -> gpu_id
+        self.generation: str | None = None  # of the topology that they were read from
 
     def device(self) -> str:
         """The card's folder in sysfs. Unknown while there is no (single) such card."""
@@ -583,15 +583,11 @@ class Card:
 
     def note_stale(self, dead: set[int]) -> None:
         """Warns once about an entry that outlives its process, not about one on its way out."""
-        if not dead and not self.stale:
-            return
         now = time.monotonic()
-        self.stale = {pid: self.stale.get(pid, now) for pid in dead}
-        self.told_stale &= dead
-        late = {pid for pid, since in self.stale.items() if now - since > self.STALE_AFTER}
-        for pid in sorted(late - self.told_stale):
+        self.stale = {pid: self.stale.get(pid, now) for pid in sorted(dead)}
+        for pid in [pid for pid, since in self.stale.items() if now - since > self.STALE_AFTER]:
             log.warning("%s/%d has been left behind by a dead process, ignored", self.kfd_root, pid)
-        self.told_stale |= late
+            self.stale[pid] = NEVER
 
     def elsewhere(self, name: str) -> bool:
         """Whether a KFD process is at work, and only on other GPUs than ours.
@@ -599,7 +595,7 @@ class Card:
         Whatever cannot be read counts for our card: a needless yield costs seconds, a missed one
         costs somebody's training run.
         """
-        ours = self.other_gpus()
+        ours = self.our_gpu()
         if ours is None:
             return False
         try:
@@ -622,7 +618,7 @@ class Card:
                     if error.errno in (errno.ENOENT, errno.ENODEV):
                         continue  # a queue that has just been destroyed
                     raise
-                if gpu not in (self.gpus or {}).values():
+                if gpu not in self.gpus.values():
                     raise Unknown(f"{folder}: queue on {gpu!r}")
                 yield gpu
 
@@ -631,7 +627,7 @@ class Card:
         top = f"{self.kfd_root}/{name}"
         return [top] + [f"{top}/{item}" for item in listing(top) if item.startswith("context_")]
 
-    def other_gpus(self) -> str | None:
+    def our_gpu(self) -> str | None:
         """Our card's gpu_id on a machine with several GPUs; None with one, or if unknown.
 
         The id is a hash that the KFD gives out; the topology ties it to a PCI address by
@@ -642,16 +638,13 @@ class Card:
             generation = slurp(topology + "/generation_id")
         except OSError:
             return None
-        if self.gpus is None or generation != self.generation:
+        if generation != self.generation:
             self.generation = generation
             try:
                 self.gpus = gpu_ids(topology)
             except (OSError, ValueError) as error:
-                log.warning(
-                    "%s cannot be read (%s), so every process on the KFD counts as one on our card",
-                    topology,
-                    error,
-                )
+                log.warning("%s cannot be read (%s), so every process on the KFD counts as one on"
+                            " our card", topology, error)
                 self.gpus = {}
         if len(self.gpus) < 2:
             return None
@@ -665,18 +658,15 @@ class Card:
 
         For naming only: these files belong to the process, so they are not read in every poll.
         """
-        ours = self.other_gpus()
+        ours = self.our_gpu()
         total = 0
         for name in listing(self.kfd_root):
             match = KFD_NAME.fullmatch(name)
-            if match and int(match[1]) == pid:
-                for folder in self.contexts(name):
-                    for item in listing(folder):
-                        if item.startswith("vram_") and (ours is None or item[5:] == ours):
-                            try:
-                                total += number(f"{folder}/{item}")
-                            except Unknown:
-                                continue  # the process is on its way out
+            for folder in self.contexts(name) if match and int(match[1]) == pid else ():
+                for item in listing(folder):
+                    if item.startswith("vram_") and ours in (None, item[5:]):
+                        with contextlib.suppress(Unknown):  # the process is on its way out
+                            total += number(f"{folder}/{item}")
         return total
 
 
@@ -699,17 +689,15 @@ def gpu_ids(topology: str) -> dict[str, str]:
         pairs = (line.split() for line in slurp(folder + "/properties").splitlines())
         values = {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
         place = int(values.get("location_id", "0"))
-        found[
-            f"{int(values.get('domain', '0')):04x}:{place >> 8:02x}:"
-            f"{place >> 3 & 31:02x}.{place & 7}"
-        ] = gpu
+        bus = f"{int(values.get('domain', '0')):04x}:{place >> 8:02x}"
+        found[f"{bus}:{place >> 3 & 31:02x}.{place & 7}"] = gpu
     return found
 
 
 def pci_address(folder: str) -> str:
     """The PCI address of a card's folder in sysfs. Unknown if it does not show one."""
     address = os.path.basename(os.path.realpath(folder))
-    if PCI_ADDRESS.fullmatch(address):
+    if re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", address):
         return address
     try:
         match = re.search(r"^PCI_SLOT_NAME=(\S+)$", slurp(folder + "/uevent"), re.M)
@@ -740,10 +728,8 @@ def pick_card(drm: str) -> str:
     most = max(cards.values())
     best = sorted(folder for folder, total in cards.items() if total == most)
     if len(best) > 1:
-        raise ConfigError(
-            f'drm_device: "auto" cannot choose between {" and ".join(best)} with {gib(most)} each,'
-            " name one of them"
-        )
+        raise ConfigError(f'drm_device: "auto" cannot choose between {" and ".join(best)} with'
+                          f" {gib(most)} each, name one of them")
     return best[0]
 
 
@@ -755,11 +741,6 @@ def cgroup(pid: int) -> str:
         return ""
     match = re.search(r"^0::(/.+)$", content, re.M)
     return match[1] if match else ""
-
-
-def own_unit() -> str:
-    """Our unit's cgroup where systemd started us as a service of ours alone, else ""."""
-    return cgroup(os.getpid()) if os.environ.get("SYSTEMD_EXEC_PID") == str(os.getpid()) else ""
 
 
 class Returning:

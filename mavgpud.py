@@ -979,7 +979,6 @@ class Run:
         self.started = now
         self.stop_began = now
         self.used_before = self.used_last = used  # bytes of VRAM in use: before it, and with it
-        self.since_ready: float | None = None
         self.last_request = now
         self.ready = False  # may be sent requests; written by the poll loop alone
         self.healthy = not config.addr  # its last probes say so; written by the prober alone
@@ -987,11 +986,10 @@ class Run:
         self.pool = Pool()
         self.over = threading.Event()
         self.pidfd = -1
-        soft, hard = DESCRIPTORS
         try:
             self.pidfd = os.pidfd_open(self.pid)
             # We have raised our own limit; programs that use select(2) do not expect that.
-            resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (soft, hard))
+            resource.prlimit(self.pid, resource.RLIMIT_NOFILE, DESCRIPTORS)
         except OSError as error:
             log.warning("%s (pid %d): %s", config.name, self.pid, error)
 
@@ -1207,15 +1205,14 @@ class Child:
             self.pursue(now, run)
 
     def become_ready(self, now: float, run: Run) -> None:
-        first = run.since_ready is None
-        run.since_ready = run.last_request = now
+        run.last_request = now
         run.ready = True
-        self.enter(READY, now)
-        if first:
+        if self.since == run.started:
             self.load_seconds = now - run.started
             log.info("%s is ready after %s (pid %d)", self.name, spell(self.load_seconds), run.pid)
-        else:
+        else:  # it has been loading since it ceased to answer
             log.info("%s (pid %d) answers again", self.name, run.pid)
+        self.enter(READY, now)
 
     def pursue(self, now: float, run: Run) -> None:
         """The next step of a stop, when it is due: connections, SIGTERM, SIGKILL, wedged."""

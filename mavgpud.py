@@ -3623,9 +3623,9 @@ class Check:
             if taken(child.addr):
                 self.fault(f"{child.name}: {host}:{port} is in use",
                            "stop that program (or is mavgpud running already?)")
-            given = option(child.args, "--port") or "8080"  # llama-server's own default
-            if child.name == "llama" and given != str(port):
-                self.fault(f"llama_args bind port {given}, llama_addr is {host}:{port}",
+            if child.name == "llama" and bound_port(child.args) != str(port):
+                self.fault(f"llama_args bind port {bound_port(child.args)}, llama_addr is"
+                           f" {host}:{port}",
                            f'add "--host", "{host}", "--port", "{port}" to llama_args')
 
     def lock(self) -> None:
@@ -3647,15 +3647,11 @@ class Check:
                        " show other device numbers in /proc/locks")
 
 
-def option(args: Iterable[str], name: str) -> str:
-    """The last value of a command line option, as `--name value` or `--name=value`."""
-    found, words = "", list(args)
-    for word, following in zip(words, [*words[1:], ""]):
-        if word == name:
-            found = following
-        elif word.startswith(name + "="):
-            found = word[len(name) + 1 :]
-    return found
+def bound_port(args: Iterable[str]) -> str:
+    """The port that llama-server is told to bind, or its own default."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--port", nargs="?")
+    return parser.parse_known_args(list(args))[0].port or "8080"
 
 
 def file_system(file: str) -> str:

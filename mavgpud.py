@@ -57,7 +57,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any, NamedTuple, Union
@@ -1304,7 +1303,7 @@ class Decision(NamedTuple):
     yield_to: str = ""
     unload: tuple[str, ...] = ()
     start: str = ""
-    why: Mapping[str, tuple[str, str]] = types.MappingProxyType({})
+    why: Mapping[str, tuple[str, str]] = {}
 
 
 def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Decision:
@@ -3458,9 +3457,7 @@ class Systemd:
     """sd_notify(3): what systemd is told, if it asked to be."""
 
     def __init__(self) -> None:
-        self.address = os.environ.get("NOTIFY_SOCKET", "")
-        if self.address.startswith("@"):
-            self.address = "\0" + self.address[1:]
+        self.address = re.sub("^@", "\0", os.environ.get("NOTIFY_SOCKET", ""))
         watchdog = int(os.environ.get("WATCHDOG_USEC", "0")) / 1e6
         ours = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self.interval = watchdog / 2 if watchdog and ours else NEVER  # seconds between two signs

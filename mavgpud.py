@@ -43,6 +43,7 @@ import http.server
 import json
 import logging
 import math
+import operator
 import os
 import queue
 import re
@@ -277,9 +278,7 @@ TOP_KEYS: dict[str, tuple[Parser, Any]] = {
     "start_after_polls": (whole(1), 5),
     "wait_for_model": (duration(), "0s"),
     "passive_paths": (
-        paths,
-        ["/metrics", "/slots", "/props", "/models", "/v1/models", "/v1/health"],
-    ),
+        paths, ["/metrics", "/slots", "/props", "/models", "/v1/models", "/v1/health"]),
     "ignore": (texts, ["amd-smi", "rocm-smi", "rocminfo", "rdcd", "gpuagent"]),
     "unseen_vram_bytes": (whole(0), GIB),
     "evict_unseen": (flag, False),
@@ -312,9 +311,8 @@ class Faults:
     def add(self, key: str, what: str) -> None:
         self.lines.append(f"{self.source}: {key}: {what}")
 
-    def table(
-        self, given: Mapping[str, Any], keys: Mapping[str, tuple[Parser, Any]], where: str = ""
-    ) -> dict[str, Any]:
+    def table(self, given: Mapping[str, Any], keys: Mapping[str, tuple[Parser, Any]],
+              where: str = "") -> dict[str, Any]:
         """The values of `keys` in `given`; a key with a fault is missing from the result."""
         for key in given:
             if key not in keys and not key.startswith("_"):
@@ -933,9 +931,7 @@ STOPPED, LOADING, READY, STOPPING, WEDGED = "stopped", "loading", "ready", "stop
 
 # What a child must never inherit: systemd's protocol with us, and the sign by which llama-server
 # would take itself for a child of its own router and wait on its standard input.
-PRIVATE_ENVIRONMENT = re.compile(
-    r"LLAMA_SERVER_ROUTER_PORT|NOTIFY_SOCKET|WATCHDOG_\w+|LISTEN_\w+", re.ASCII
-)
+PRIVATE_ENVIRONMENT = re.compile(r"LLAMA_SERVER_ROUTER_PORT|NOTIFY_SOCKET|(WATCHDOG|LISTEN)_.+")
 
 
 @functools.cache
@@ -947,9 +943,8 @@ def die_with_us() -> list[str]:
     """
     command = ["setpriv", "--pdeathsig", "TERM", "--ambient-caps", "-all", "--inh-caps", "-all"]
     try:
-        subprocess.run(
-            [*command, "true"], check=True, stdin=subprocess.DEVNULL, capture_output=True
-        )
+        subprocess.run([*command, "true"], check=True, stdin=subprocess.DEVNULL,
+                       capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         log.warning("setpriv --pdeathsig cannot be used (%s): children may outlive us", error)
         return []
@@ -1233,6 +1228,12 @@ class Child:
             log.error("%s (pid %d) is wedged: SIGKILL does not end it, so nothing else is started",
                       self.name, run.pid)
 
+    def seen(self, now: float) -> ChildSeen:
+        run, config = self.run, self.config
+        in_flight, idle_for = (len(run.exchanges), now - run.last_request) if run else (0, 0.0)
+        return ChildSeen(self.name, self.state, config.min_free_vram_bytes, in_flight, idle_for,
+                         config.idle_timeout if config.addr else NEVER, self.held(now))
+
     def held(self, now: float) -> tuple[str, str] | None:
         """Why it must not be started now whatever the card is like: (kind, words), or None."""
         if now < self.next_try:
@@ -1319,11 +1320,8 @@ def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Dec
     running = [c for c in seen.children if c.state in (LOADING, READY)]
     if running and (seen.claim or contended >= evict_after):
         return Decision(streaks, yield_to=seen.claim or seen.contenders)
-    idle = tuple(
-        c.name
-        for c in running
-        if c.state == READY and not c.in_flight and c.idle_for >= c.idle_timeout
-    )
+    idle = tuple(c.name for c in running
+                 if c.state == READY and not c.in_flight and c.idle_for >= c.idle_timeout)
     if idle:
         return Decision(streaks, unload=idle)
 
@@ -1431,9 +1429,8 @@ class Supervisor:
                 run.pool.sweep(now)
         self.children = [child for child in self.children if child.run or not child.retired]
         seen = self.look(tick, now)
-        decision = decide(
-            seen, self.streaks, self.config.evict_after_polls, self.config.start_after_polls
-        )
+        decision = decide(seen, self.streaks, self.config.evict_after_polls,
+                          self.config.start_after_polls)
         self.streaks = decision.streaks
         why = dict(decision.why)
         self.act(decision, seen, why, now)
@@ -1471,25 +1468,12 @@ class Supervisor:
         returning = None if stopping else self.returning  # the last one's VRAM is what counts
         if returning and returning.over(now, self.used, bool(contenders)):
             self.card_is_free(returning, now)
-        children = tuple(self.child_seen(child, now) for child in self.children)
+        children = tuple([child.seen(now) for child in self.children])
         if self.used is not None:
             for child in self.children:
                 if child.run and child.state in (LOADING, READY):
                     child.run.used_last = self.used
         return Seen(tick, children, contenders, claim, blind, self.settling(), free)
-
-    @staticmethod
-    def child_seen(child: Child, now: float) -> ChildSeen:
-        run, config = child.run, child.config
-        return ChildSeen(
-            child.name,
-            child.state,
-            config.min_free_vram_bytes,
-            len(run.exchanges) if run else 0,
-            now - run.last_request if run else 0.0,
-            config.idle_timeout if config.addr else NEVER,
-            child.held(now),
-        )
 
     def settling(self) -> str:
         """What of our own has to end before anything is started, in words."""
@@ -1500,9 +1484,8 @@ class Supervisor:
             return f"{', '.join(stopping)} is being stopped"
         return "VRAM is on its way back" if self.returning else ""
 
-    def act(
-        self, decision: Decision, seen: Seen, why: dict[str, tuple[str, str]], now: float
-    ) -> None:
+    def act(self, decision: Decision, seen: Seen, why: dict[str, tuple[str, str]],
+            now: float) -> None:
         """Carries a decision out. Where a start fails, `why` says so."""
         if seen.claim or decision.streaks.contended >= self.config.evict_after_polls:
             for child in self.children:
@@ -1545,9 +1528,8 @@ class Supervisor:
         if run.pidfd >= 0:
             self.watcher.add(run.pidfd, select.EPOLLIN, self.wake)
         if run.config.addr:
-            threading.Thread(
-                target=run.watch_health, args=(self.wake,), name=child.name, daemon=True
-            ).start()
+            threading.Thread(target=run.watch_health, args=(self.wake,), name=child.name,
+                             daemon=True).start()
         else:
             self.wake()  # it is ready already
         return ""
@@ -1614,11 +1596,8 @@ class Supervisor:
                          " the KFD; it is held by")
 
     def own_vram(self) -> int:
-        return sum(
-            self.card.held(process.pid)
-            for child in self.children if child.run
-            for process in session_members(child.run.pid)
-        )
+        return sum(self.card.held(process.pid) for child in self.children if child.run
+                   for process in session_members(child.run.pid))
 
     def explain(self, what: str) -> None:
         """Logs `what` and who holds VRAM; in a thread, since that look may take its time."""
@@ -3051,12 +3030,8 @@ class Page(NamedTuple):
     fields: tuple[str, ...] = ()  # more header fields
 
     def message(self, close: bool, head_only: bool) -> bytes:
-        lines = [
-            f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}",
-            f"Content-Type: {self.kind}",
-            f"Content-Length: {len(self.body)}",
-            *self.fields,
-        ]
+        lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}",
+                 f"Content-Type: {self.kind}", f"Content-Length: {len(self.body)}", *self.fields]
         lines += [f"Retry-After: {self.retry}"] if self.retry else []
         lines += ["Connection: close"] if close else []
         head = "\r\n".join(lines) + "\r\n\r\n"
@@ -3181,6 +3156,9 @@ class ChildView(NamedTuple):
         }
 
 
+VIEWED = operator.attrgetter(*ChildView._fields)  # of a Child, whose names they are
+
+
 class Snapshot(NamedTuple):
     """What one pass has found and done.
 
@@ -3205,11 +3183,7 @@ class Snapshot(NamedTuple):
 def snapshot(supervisor: Supervisor, now: float) -> Snapshot:
     """For the poll loop, at the end of a pass."""
     s = supervisor
-    children = tuple([
-        ChildView(c.name, c.state, c.since, c.spent, c.reason, c.run, c.starts, c.crashes,
-                  c.next_try, c.load_seconds, c.history)
-        for c in s.children
-    ])
+    children = tuple([ChildView._make(VIEWED(child)) for child in s.children])
     return Snapshot(
         now, time.time(), s.sentence, s.card.drm_device, s.total, s.used, tuple(s.contenders),
         tuple(s.claims), s.lock.held if s.lock.file else None, s.streaks, children,
@@ -3231,12 +3205,8 @@ def status_page(supervisor: Supervisor, now: float) -> Page:
         "time": iso(seen.when),
         "sentence": seen.sentence,
         "why_nothing_runs": None if loaded else seen.sentence,
-        "card": {
-            "device": seen.device,
-            "total": total,
-            "used": used,
-            "free": None if total is None or used is None else total - used,
-        },
+        "card": {"device": seen.device, "total": total, "used": used,
+                 "free": None if total is None or used is None else total - used},
         "contenders": people(seen.contenders),
         "streaks": {"contended": streaks.contended, "clear": streaks.clear},
         "lock": None if seen.locked is None
@@ -3264,9 +3234,8 @@ def metrics_page(supervisor: Supervisor, now: float) -> Page:
         lines.append(f"# HELP mavgpud_{name} {what}\n# TYPE mavgpud_{name} {kind}")
         lines.extend(f"mavgpud_{name}{label} {v:.15g}" for label, v in samples if v is not None)
 
-    def per_child(
-        name: str, kind: str, what: str, value: Callable[[ChildView], float | None]
-    ) -> None:
+    def per_child(name: str, kind: str, what: str,
+                  value: Callable[[ChildView], float | None]) -> None:
         family(name, kind, what, *((f'{{child="{c.name}"}}', value(c)) for c in seen.children))
 
     family("info", "gauge", "The program.", (f'{{version="{VERSION}"}}', 1))
@@ -3671,8 +3640,7 @@ DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="mavgpud", description="Keeps llama-server on the card while nobody else wants it."
-    )
+        "mavgpud", description="Keeps llama-server on the card while nobody else wants it.")
     parser.add_argument("--config", "-config", metavar="FILE", default="/etc/mavgpud.json",
                         help="configuration (default: %(default)s)")
     parser.add_argument("--check", action="store_true",

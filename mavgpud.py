@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import copy
 import errno
 import fcntl
 import fnmatch
@@ -43,7 +44,6 @@ import http.server
 import json
 import logging
 import math
-import operator
 import os
 import queue
 import re
@@ -1230,8 +1230,8 @@ class Child:
 
     def seen(self, now: float) -> ChildSeen:
         run, config = self.run, self.config
-        in_flight, idle_for = (len(run.exchanges), now - run.last_request) if run else (0, 0.0)
-        return ChildSeen(self.name, self.state, config.min_free_vram_bytes, in_flight, idle_for,
+        return ChildSeen(self.name, self.state, config.min_free_vram_bytes, in_flight(self),
+                         now - run.last_request if run else 0.0,
                          config.idle_timeout if config.addr else NEVER, self.held(now))
 
     def held(self, now: float) -> tuple[str, str] | None:
@@ -3118,45 +3118,28 @@ class Yields(NamedTuple):
                       tuple(n + (took <= bound) for n, bound in zip(self.within, bounds)))
 
 
-class ChildView(NamedTuple):
-    """A child as one pass has left it. Times on the monotonic clock."""
-
-    name: str
-    state: str
-    since: float
-    spent: Mapping[str, float]  # seconds in each state before the present one
-    reason: str
-    run: Run | None  # its counters are read as they are now
-    starts: int
-    crashes: int
-    next_try: float
-    load_seconds: float | None
-    history: tuple[Entry, ...]
-
-    def in_flight(self) -> int:
-        return len(self.run.exchanges) if self.run else 0
-
-    def facts(self, now: float) -> dict[str, Any]:
-        """The child as JSON; durations in seconds."""
-        run = self.run if self.state == READY else None
-        idle = now - run.last_request if run and not run.exchanges else None
-        waits = self.state == STOPPED and now < self.next_try
-        return {
-            "name": self.name,
-            "state": self.state,
-            "since": round(now - self.since, 3),
-            "reason": None if self.state == READY else self.reason,
-            "pid": self.run.pid if self.run else None,
-            "in_flight": self.in_flight(),
-            "idle_for": idle and round(idle, 3),
-            "starts": self.starts,
-            "crashes": self.crashes,
-            "next_try_in": round(self.next_try - now, 3) if waits else None,
-            "load_seconds": self.load_seconds and round(self.load_seconds, 3),
-        }
+def in_flight(child: Child) -> int:
+    return len(child.run.exchanges) if child.run else 0  # as it is now
 
 
-VIEWED = operator.attrgetter(*ChildView._fields)  # of a Child, whose names they are
+def child_facts(child: Child, now: float) -> dict[str, Any]:
+    """A child as JSON; durations in seconds."""
+    run = child.run if child.state == READY else None
+    idle = now - run.last_request if run and not run.exchanges else None
+    waits = child.state == STOPPED and now < child.next_try
+    return {
+        "name": child.name,
+        "state": child.state,
+        "since": round(now - child.since, 3),
+        "reason": None if child.state == READY else child.reason,
+        "pid": child.run.pid if child.run else None,
+        "in_flight": in_flight(child),
+        "idle_for": idle and round(idle, 3),
+        "starts": child.starts,
+        "crashes": child.crashes,
+        "next_try_in": round(child.next_try - now, 3) if waits else None,
+        "load_seconds": child.load_seconds and round(child.load_seconds, 3),
+    }
 
 
 class Snapshot(NamedTuple):
@@ -3175,7 +3158,7 @@ class Snapshot(NamedTuple):
     claims: tuple[Contender, ...]
     locked: bool | None  # whether we hold the card lock; None: there is none
     streaks: Streaks
-    children: tuple[ChildView, ...]
+    children: tuple[Child, ...]  # copies, as the pass has left them
     handovers: tuple[Handover, ...]
     yields: Yields
 
@@ -3183,11 +3166,10 @@ class Snapshot(NamedTuple):
 def snapshot(supervisor: Supervisor, now: float) -> Snapshot:
     """For the poll loop, at the end of a pass."""
     s = supervisor
-    children = tuple([ChildView._make(VIEWED(child)) for child in s.children])
     return Snapshot(
         now, time.time(), s.sentence, s.card.drm_device, s.total, s.used, tuple(s.contenders),
-        tuple(s.claims), s.lock.held if s.lock.file else None, s.streaks, children,
-        tuple(s.handovers), s.yields,
+        tuple(s.claims), s.lock.held if s.lock.file else None, s.streaks,
+        tuple(map(copy.copy, s.children)), tuple(s.handovers), s.yields,
     )
 
 
@@ -3211,7 +3193,7 @@ def status_page(supervisor: Supervisor, now: float) -> Page:
         "streaks": {"contended": streaks.contended, "clear": streaks.clear},
         "lock": None if seen.locked is None
         else {"held_by_us": seen.locked, "claims": people(seen.claims)},
-        "children": [child.facts(now) for child in seen.children],
+        "children": [child_facts(child, now) for child in seen.children],
         "yields": [
             {"when": iso(h.when), "to": h.to, "gone_seconds": h.gone and round(h.gone, 3),
              "free_seconds": h.free and round(h.free, 3)}
@@ -3235,7 +3217,7 @@ def metrics_page(supervisor: Supervisor, now: float) -> Page:
         lines.extend(f"mavgpud_{name}{label} {v:.15g}" for label, v in samples if v is not None)
 
     def per_child(name: str, kind: str, what: str,
-                  value: Callable[[ChildView], float | None]) -> None:
+                  value: Callable[[Child], float | None]) -> None:
         family(name, kind, what, *((f'{{child="{c.name}"}}', value(c)) for c in seen.children))
 
     family("info", "gauge", "The program.", (f'{{version="{VERSION}"}}', 1))
@@ -3245,7 +3227,7 @@ def metrics_page(supervisor: Supervisor, now: float) -> Page:
     family("contenders", "gauge", "Processes of others on the card.", ("", len(seen.contenders)))
     per_child("child_ready", "gauge", "Whether it may be sent requests.",
               lambda c: int(c.state == READY))
-    per_child("child_in_flight", "gauge", "Requests in flight.", ChildView.in_flight)
+    per_child("child_in_flight", "gauge", "Requests in flight.", in_flight)
     per_child("child_load_seconds", "gauge", "Time that the last load took.",
               lambda c: c.load_seconds)
     per_child("child_starts_total", "counter", "Starts.", lambda c: c.starts)
@@ -3353,9 +3335,9 @@ def table(heads: str, rows: Iterable[tuple[str, ...]]) -> str:
     return "<table><tr>" + "<tr>".join(lines) + "</table>"
 
 
-def child_section(child: ChildView, line: list[Stretch], start: float, end: float,
+def child_section(child: Child, line: list[Stretch], start: float, end: float,
                   now: float) -> str:
-    facts = child.facts(now)
+    facts = child_facts(child, now)
     said = [
         f"pid {facts['pid']}, {facts['in_flight']} in flight" if facts["pid"] else "",
         f"idle for {spell(math.floor(facts['idle_for']))}" if facts["idle_for"] else "",

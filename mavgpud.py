@@ -116,7 +116,7 @@ class ChildConfig(NamedTuple):
     @property
     def command(self) -> tuple[Any, ...]:
         """What cannot be changed while the process runs."""
-        return (self.bin, self.args, sorted(self.env.items()), self.addr)
+        return (self.bin, self.args, self.env, self.addr)
 
 
 class Config(NamedTuple):
@@ -429,7 +429,6 @@ def printable(comm: str) -> str:
 
 
 def named(contenders: Iterable[Contender]) -> str:
-    """The contenders in words, for the log and for clients."""
     return ", ".join(map(str, contenders))
 
 
@@ -769,7 +768,6 @@ class Returning:
         return (falling and now - self.fell >= self.STILL) or self.late(now)
 
     def late(self, now: float) -> bool:
-        """Whether it takes longer than it ever should."""
         return now - self.since >= self.LIMIT
 
 
@@ -842,7 +840,6 @@ class CardLock:
         return True
 
     def release(self) -> None:
-        """Hands the card to whoever has waited longest."""
         if self.held:
             fcntl.flock(self.fd, fcntl.LOCK_UN)
             self.held = False
@@ -850,7 +847,6 @@ class CardLock:
             os.close(self.outdated.pop())
 
     def close(self) -> None:
-        """Lets go of the file, and with it of the lock."""
         self.release()
         if self.fd >= 0:
             os.close(self.fd)
@@ -1023,7 +1019,6 @@ class Run:
             exchange.cut(why)
 
     def probe(self) -> bool:
-        """One GET of the health path; True for 200."""
         assert self.config.addr
         request = f"GET {self.config.health} HTTP/1.1\r\nHost: mavgpud\r\nConnection: close\r\n\r\n"
         try:
@@ -1076,7 +1071,6 @@ class Pool:
             self.close()
 
     def sweep(self, now: float) -> None:
-        """Closes what has been idle for too long, the oldest first."""
         while True:
             try:
                 since, upstream = self.idle.popleft()
@@ -1402,7 +1396,6 @@ class Supervisor:
     # What other threads may call
 
     def wake(self) -> None:
-        """Makes the next poll come at once."""
         self.loop.wake.set()
 
     def child_for(self, target: bytes) -> Child:
@@ -1516,7 +1509,6 @@ class Supervisor:
             self.lock.release()
 
     def start_child(self, child: Child, now: float) -> str:
-        """Starts a child, or says why it cannot be."""
         if taken(child.config.addr):
             host, port = child.config.addr or ("", 0)
             return f"{host}:{port} is in use by another program"
@@ -3044,7 +3036,6 @@ def trouble_object(status: int, what: str, kind: str) -> dict[str, Any]:
 
 
 def trouble_page(status: int, what: str, kind: str, retry: int = 0) -> Page:
-    """The page for an error."""
     return Page(status, json.dumps(trouble_object(status, what, kind)).encode(), "application/json",
                 retry)
 
@@ -3164,7 +3155,6 @@ class Snapshot(NamedTuple):
 
 
 def snapshot(supervisor: Supervisor, now: float) -> Snapshot:
-    """For the poll loop, at the end of a pass."""
     s = supervisor
     return Snapshot(
         now, time.time(), s.sentence, s.card.drm_device, s.total, s.used, tuple(s.contenders),
@@ -3178,7 +3168,6 @@ def people(contenders: Iterable[Contender]) -> list[dict[str, Any]]:
 
 
 def status_page(supervisor: Supervisor, now: float) -> Page:
-    """One snapshot as JSON."""
     seen = supervisor.snapshot
     total, used, streaks = seen.total, seen.used, seen.streaks
     loaded = any(child.state in (LOADING, READY) for child in seen.children)

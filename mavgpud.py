@@ -2479,7 +2479,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Answers a request here, or has a child do it."""
         supervisor = self.server.supervisor
         path = request.target.partition(b"?")[0]
-        if path == b"/health" or path.startswith((b"/health/", b"/mavgpud")):
+        if path.startswith((b"/health", b"/mavgpud")):
             page = local_page(supervisor, request.method, path)
             if page:
                 self.reply(request, body, page)
@@ -3049,19 +3049,18 @@ def not_loaded(child: Child) -> Page:
 
 
 def local_page(supervisor: Supervisor, method: bytes, path: bytes) -> Page | None:
-    """What is answered here, at no cost to the card: /health, /health/NAME and /mavgpud/."""
-    if path.startswith(b"/mavgpud"):
-        return own_page(supervisor, method, path)
-    name = path[len(b"/health/") :].decode("latin-1") or "llama"
-    for child in supervisor.children:
-        if child.name == name:
-            return HEALTHY if child.run and child.run.ready else not_loaded(child)
-    return trouble_page(404, f"there is no child named {name}", "not_found_error")
+    """What is answered here, at no cost to the card: /health, /health/NAME and /mavgpud/.
 
-
-def own_page(supervisor: Supervisor, method: bytes, path: bytes) -> Page | None:
-    """/mavgpud/ and what is below it; None for a path that only begins like it."""
-    if path != b"/mavgpud" and not path.startswith(b"/mavgpud/"):
+    None for a path that only begins like one of them.
+    """
+    kind, _, rest = path[1:].partition(b"/")
+    if kind == b"health":
+        name = rest.decode("latin-1") or "llama"
+        for child in supervisor.children:
+            if child.name == name:
+                return HEALTHY if child.run and child.run.ready else not_loaded(child)
+        return trouble_page(404, f"there is no child named {name}", "not_found_error")
+    if kind != b"mavgpud":
         return None
     make = PAGES.get(path)
     if not make:

@@ -924,6 +924,7 @@ def describe_holders(pci: str, proc: str = "/proc") -> str:
 # ---- children ------------------------------------------------------------------------------------
 
 STOPPED, LOADING, READY, STOPPING, WEDGED = "stopped", "loading", "ready", "stopping", "wedged"
+RUNNING = LOADING, READY
 
 # What a child must never inherit: systemd's protocol with us, and the sign by which llama-server
 # would take itself for a child of its own router and wait on its standard input.
@@ -981,7 +982,10 @@ class Run:
             # We have raised our own limit; programs that use select(2) do not expect that.
             resource.prlimit(self.pid, resource.RLIMIT_NOFILE, DESCRIPTORS)
         except OSError as error:
-            log.warning("%s (pid %d): %s", config.name, self.pid, error)
+            log.warning("%s: %s", self, error)
+
+    def __str__(self) -> str:
+        return f"{self.config.name} (pid {self.pid})"
 
     def exited(self) -> str | None:
         """How the leader ended, in words, or None while it lives. Does not reap it."""
@@ -1141,7 +1145,7 @@ class Child:
         except OSError as error:
             self.fail(now, f"{self.config.bin} cannot be started: {error.strerror}")
             return None
-        log.info("started %s (pid %d)", self.name, self.run.pid)
+        log.info("started %s", self.run)
         self.enter(LOADING, now, now + self.config.load_timeout)
         return self.run
 
@@ -1159,7 +1163,7 @@ class Child:
 
     def stop(self, now: float, why: str) -> None:
         """Begins to stop: no new requests, those in flight cut, then the process."""
-        if self.run and self.state in (LOADING, READY):
+        if self.run and self.state in RUNNING:
             self.run.cut(why)
             self.run.stop_began = now
             self.phase = 0
@@ -1170,24 +1174,24 @@ class Child:
         run = self.run
         if not run:
             return
-        if self.state in (LOADING, READY):
+        if self.state in RUNNING:
             ended = run.exited()
             if ended:
-                run.ready = False
                 after = f", after {spell(now - self.since)}" * (now > self.since)
                 self.fail(now, f"pid {run.pid} {ended} while {self.state}{after}")
                 self.stop(now, f"{self.name} has crashed")
-            elif self.state == LOADING and run.healthy:
-                self.become_ready(now, run)
-            elif self.state == LOADING and now >= self.deadline:
-                limit = spell(self.config.load_timeout)
-                self.fail(now, f"pid {run.pid} is not ready after load_timeout ({limit})")
-                self.stop(now, f"{self.name} is restarted")
-            elif self.state == READY and not run.healthy:
+            elif self.state == LOADING:
+                if run.healthy:
+                    self.become_ready(now, run)
+                elif now >= self.deadline:
+                    limit = spell(self.config.load_timeout)
+                    self.fail(now, f"pid {run.pid} is not ready after load_timeout ({limit})")
+                    self.stop(now, f"{self.name} is restarted")
+            elif not run.healthy:
                 run.ready = False
-                log.warning("%s (pid %d) does not answer any more", self.name, run.pid)
+                log.warning("%s does not answer any more", run)
                 self.enter(LOADING, now, now + self.config.load_timeout)
-            elif self.state == READY and self.failures and now - self.since >= self.HEALTHY_AFTER:
+            elif now - self.since >= self.HEALTHY_AFTER:
                 self.failures = 0
         if self.state in (STOPPING, WEDGED):
             self.pursue(now, run)
@@ -1199,14 +1203,13 @@ class Child:
             self.load_seconds = now - run.started
             log.info("%s is ready after %s (pid %d)", self.name, spell(self.load_seconds), run.pid)
         else:  # it has been loading since it ceased to answer
-            log.info("%s (pid %d) answers again", self.name, run.pid)
+            log.info("%s answers again", run)
         self.enter(READY, now)
 
     def pursue(self, now: float, run: Run) -> None:
         """The next step of a stop, when it is due: connections, SIGTERM, SIGKILL, wedged."""
         if run.exited() and run.gone():
-            took = spell(now - run.stop_began)
-            log.info("%s (pid %d) is gone after %s", self.name, run.pid, took)
+            log.info("%s is gone after %s", run, spell(now - run.stop_began))
             self.run = None
             self.enter(STOPPED, now)
         elif self.phase == 0 and (not run.exchanges or now >= self.deadline):
@@ -1214,13 +1217,11 @@ class Child:
             run.kill(signal.SIGTERM)
         elif self.phase == 1 and now >= self.deadline:
             self.phase, self.deadline = 2, now + self.KILL_TIME
-            log.warning("%s (pid %d) ignored SIGTERM for %s, killing it", self.name, run.pid,
-                        spell(self.config.stop_grace))
+            log.warning("%s ignored SIGTERM for %s, killing it", run, spell(self.config.stop_grace))
             run.kill(signal.SIGKILL)
         elif self.phase == 2 and now >= self.deadline:
             self.enter(WEDGED, now)  # which has no deadline
-            log.error("%s (pid %d) is wedged: SIGKILL does not end it, so nothing else is started",
-                      self.name, run.pid)
+            log.error("%s is wedged: SIGKILL does not end it, so nothing else is started", run)
 
     def seen(self, now: float) -> ChildSeen:
         run, config = self.run, self.config
@@ -1311,7 +1312,7 @@ def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Dec
     quiet = not (seen.contenders or seen.claim or seen.blind or seen.settling)
     streaks = Streaks(contended, past.clear + seen.tick if quiet else 0)
 
-    running = [c for c in seen.children if c.state in (LOADING, READY)]
+    running = [c for c in seen.children if c.state in RUNNING]
     if running and (seen.claim or contended >= evict_after):
         return Decision(streaks, yield_to=seen.claim or seen.contenders)
     idle = tuple(c.name for c in running
@@ -1323,7 +1324,7 @@ def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Dec
     loading = ", ".join(c.name for c in running if c.state == LOADING)
     start, why = "", {}
     for child in seen.children:
-        if child.state in (LOADING, READY):
+        if child.state in RUNNING:
             continue
         if wedged:
             reason = ("wedged", f"{wedged} is wedged: SIGKILL does not end it")
@@ -1464,7 +1465,7 @@ class Supervisor:
         children = tuple([child.seen(now) for child in self.children])
         if self.used is not None:
             for child in self.children:
-                if child.run and child.state in (LOADING, READY):
+                if child.run and child.state in RUNNING:
                     child.run.used_last = self.used
         return Seen(tick, children, contenders, claim, blind, self.settling(), free)
 
@@ -1696,7 +1697,7 @@ class Supervisor:
         if now < self.closing and any(c.run and c.run.exchanges for c in self.children):
             return
         self.closing = min(self.closing, now)
-        self.stop_children([c for c in self.children if c.state in (LOADING, READY)], now,
+        self.stop_children([c for c in self.children if c.state in RUNNING], now,
                            "mavgpud is shutting down")
         left = any(child.run and child.state != WEDGED for child in self.children)
         if not left and (self.hurry or not self.returning):
@@ -3169,7 +3170,7 @@ def people(contenders: Iterable[Contender]) -> list[dict[str, Any]]:
 def status_page(supervisor: Supervisor, now: float) -> Page:
     seen = supervisor.snapshot
     total, used, streaks = seen.total, seen.used, seen.streaks
-    loaded = any(child.state in (LOADING, READY) for child in seen.children)
+    loaded = any(child.state in RUNNING for child in seen.children)
     facts = {
         "version": VERSION,
         "time": iso(seen.when),

@@ -1389,15 +1389,13 @@ class Supervisor:
         self.hurry = False
         self.systemd = Systemd()
         self.loop = PollLoop(config.poll, self.poll)
+        self.wake = self.loop.wake.set  # makes the next poll come at once
         self.watcher = Watcher(self)
         self.front: Front | None = None
         self.set_routes()
         self.snapshot = snapshot(self, time.monotonic())
 
-    # What other threads may call
-
-    def wake(self) -> None:
-        self.loop.wake.set()
+    # What other threads may call, besides `wake`
 
     def child_for(self, target: bytes) -> Child:
         """The child that a request target goes to: the longest route wins, llama has the rest."""
@@ -1436,7 +1434,7 @@ class Supervisor:
 
     def look(self, tick: bool, now: float) -> Seen:
         """What this pass finds. Whatever cannot be read makes it blind, and is said once."""
-        blind, claim, free = "", "", None
+        blind, free = "", None
         self.total = self.used = None
         self.contenders, self.claims = [], []
         try:
@@ -1447,7 +1445,6 @@ class Supervisor:
         try:
             if self.lock.file:
                 self.claims = self.lock.claims()
-                claim = named(self.claims)
                 if self.returning or any(child.run for child in self.children):
                     self.lock.take()  # the file may be a new one
         except Unknown as trouble:
@@ -1467,7 +1464,8 @@ class Supervisor:
             for child in self.children:
                 if child.run and child.state in RUNNING:
                     child.run.used_last = self.used
-        return Seen(tick, children, contenders, claim, blind, self.settling(), free)
+        claims = named(self.claims)
+        return Seen(tick, children, contenders, claims, blind, self.settling(), free)
 
     def settling(self) -> str:
         """What of our own has to end before anything is started, in words."""
@@ -1668,7 +1666,7 @@ class Supervisor:
 
     def next_pass(self, now: float) -> float:
         """When the next pass is due apart from the regular poll, on the monotonic clock."""
-        due = min((child.deadline for child in self.children), default=NEVER)
+        due = min(child.deadline for child in self.children)
         if self.returning or any(c.state == STOPPING for c in self.children):
             due = min(due, now + 0.1)
         if self.closing is not None and now < self.closing:

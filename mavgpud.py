@@ -86,6 +86,11 @@ def spell(seconds: float) -> str:
     return "".join(f"{n}{unit}" for n, unit in parts if n)
 
 
+def in_background(name: str, job: Callable[..., object], *args: Any) -> None:
+    """Runs `job` in a thread of its own, which does not keep the program from ending."""
+    threading.Thread(target=job, name=name, args=args, daemon=True).start()
+
+
 # ---- configuration -------------------------------------------------------------------------------
 
 Address = tuple[str, int]
@@ -1519,8 +1524,7 @@ class Supervisor:
         if run.pidfd >= 0:
             self.watcher.add(run.pidfd, select.EPOLLIN, self.wake)
         if run.config.addr:
-            threading.Thread(target=run.watch_health, args=(self.wake,), name=child.name,
-                             daemon=True).start()
+            in_background(child.name, run.watch_health, self.wake)
         else:
             self.wake()  # it is ready already
         return ""
@@ -1599,7 +1603,7 @@ class Supervisor:
             except (OSError, Unknown) as error:
                 log.warning("%s somebody who cannot be told: %s", what, error)
 
-        threading.Thread(target=look, name="fdinfo", daemon=True).start()
+        in_background("fdinfo", look)
 
     # Saying it
 
@@ -2974,7 +2978,7 @@ class Front(http.server.ThreadingHTTPServer):
         if self.idle.acquire(blocking=False):
             self.jobs.put(job)
         else:
-            threading.Thread(target=self.work, args=(job,), name="handler", daemon=True).start()
+            in_background("handler", self.work, job)
 
     def work(self, job: Callable[[], None] | None) -> None:
         while job:
@@ -2998,7 +3002,7 @@ class Front(http.server.ThreadingHTTPServer):
     def close_listener(self) -> None:
         """Takes no more connections and ends the idle ones; what is in flight goes on."""
         self.closing = True
-        threading.Thread(target=self.shutdown, daemon=True).start()
+        in_background("shutdown", self.shutdown)
         shut(self.socket)
         for handler in list(self.handlers):
             if handler.idle:
@@ -3650,7 +3654,7 @@ def main() -> int:
         return 1
     log.info("listening on %s:%d, model %s", host, port, config.children[0].bin)
     supervisor.watcher.start()
-    threading.Thread(target=front.serve_forever, name="accept", daemon=True).start()
+    in_background("accept", front.serve_forever)
     supervisor.systemd.say("READY=1")
     supervisor.loop.start()
     supervisor.loop.join()

@@ -1080,24 +1080,16 @@ class Pool:
             self.close()
 
     def sweep(self, now: float) -> None:
-        while True:
-            try:
-                since, upstream = self.idle.popleft()
-            except IndexError:
-                return
-            if now - since <= self.MAX_IDLE:
-                self.idle.appendleft((since, upstream))
-                return
-            upstream.close()
+        with contextlib.suppress(IndexError):
+            while now - self.idle[0][0] > self.MAX_IDLE:
+                self.idle.popleft()[1].close()
 
     def close(self) -> None:
         """Closes all of them, and whatever is still given back."""
         self.closed = True
-        while True:
-            try:
+        with contextlib.suppress(IndexError):
+            while True:
                 self.idle.pop()[1].close()
-            except IndexError:
-                return
 
 
 class Child:

@@ -1523,8 +1523,9 @@ class Supervisor:
 
     def stop_children(self, children: Iterable[Child], now: float, why: str) -> None:
         for child in children:
-            child.stop(now, why)
-        self.wake()  # the next step may be due at once
+            if child.state in RUNNING:
+                child.stop(now, why)
+                self.wake()  # the next step may be due at once
 
     def ended(self, child: Child, run: Run, now: float) -> None:
         """A run is over: its VRAM comes back now."""
@@ -1691,8 +1692,7 @@ class Supervisor:
         if now < self.closing and any(c.run and c.run.exchanges for c in self.children):
             return
         self.closing = min(self.closing, now)
-        self.stop_children([c for c in self.children if c.state in RUNNING], now,
-                           "mavgpud is shutting down")
+        self.stop_children(self.children, now, "mavgpud is shutting down")
         left = any(child.run and child.state != WEDGED for child in self.children)
         if not left and (self.hurry or not self.returning):
             self.loop.cancel()

@@ -490,7 +490,7 @@ def stat(pid: int) -> Stat | None:
 
 
 def session_members(session: int) -> list[Stat]:
-    """The live processes of a session. A zombie holds no memory and no card, so it is none."""
+    """The live processes of a session."""
     found = (stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return [p for p in found if p and p.session == session and not p.dead]
 
@@ -534,7 +534,7 @@ class Card:
         folder = self.device()
         total = number(folder + "/mem_info_vram_total")
         used = number(folder + "/mem_info_vram_used")
-        if not 0 <= used <= total or not total:
+        if used > total or not total:  # `number` gives none below 0
             raise Unknown(f"{folder}: {used} bytes of VRAM used of {total} cannot be")
         return total, used
 
@@ -801,14 +801,15 @@ class CardLock:
                 lines = [line.split() for line in table if identity in line]
         except OSError as error:
             raise Unknown(f"card_lock {self.file}: {error.strerror}") from None
-        pids = []
+        found = {}
         for words in lines:
             if words[1] == "->":  # a waiter, blocked on the lock in the line above
                 del words[1]
-            if words[1] == "FLOCK" and words[5] == identity and int(words[4]) != os.getpid():
-                pids.append(int(words[4]))
-        found = ((pid, stat(pid)) for pid in dict.fromkeys(pids))
-        return [Contender(pid, process.comm if process else "?") for pid, process in found]
+            pid = int(words[4])
+            if words[1] == "FLOCK" and words[5] == identity and pid != os.getpid():
+                process = stat(pid)
+                found[pid] = Contender(pid, process.comm if process else "?")
+        return list(found.values())
 
     def open(self) -> str:
         """Opens the file, again if it was replaced, and gives its name in /proc/locks.
@@ -3148,8 +3149,7 @@ class Snapshot(NamedTuple):
     yields: Yields
 
 
-def snapshot(supervisor: Supervisor, now: float) -> Snapshot:
-    s = supervisor
+def snapshot(s: Supervisor, now: float) -> Snapshot:
     return Snapshot(
         now, time.time(), s.sentence, s.card.drm_device, s.total, s.used, tuple(s.contenders),
         tuple(s.claims), s.lock.held if s.lock.file else None, s.streaks,
@@ -3163,7 +3163,7 @@ def people(contenders: Iterable[Contender]) -> list[dict[str, Any]]:
 
 def status_page(supervisor: Supervisor, now: float) -> Page:
     seen = supervisor.snapshot
-    total, used, streaks = seen.total, seen.used, seen.streaks
+    total, used = seen.total, seen.used
     loaded = any(child.state in RUNNING for child in seen.children)
     facts = {
         "version": VERSION,
@@ -3173,7 +3173,7 @@ def status_page(supervisor: Supervisor, now: float) -> Page:
         "card": {"device": seen.device, "total": total, "used": used,
                  "free": None if total is None or used is None else total - used},
         "contenders": people(seen.contenders),
-        "streaks": {"contended": streaks.contended, "clear": streaks.clear},
+        "streaks": seen.streaks._asdict(),
         "lock": None if seen.locked is None
         else {"held_by_us": seen.locked, "claims": people(seen.claims)},
         "children": [child_facts(child, now) for child in seen.children],
@@ -3424,10 +3424,8 @@ class Systemd:
 class Priority(logging.Formatter):
     """journald's <N> before each line, where standard error is the journal (sd-daemon(3))."""
 
-    LEVELS = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
-
     def format(self, record: logging.LogRecord) -> str:
-        level = self.LEVELS.get(record.levelno, 2)
+        level = {logging.INFO: 6, logging.WARNING: 4}.get(record.levelno, 3)
         lines: list[str] = super().format(record).splitlines()
         return "\n".join(f"<{level}>{line}" for line in lines)
 
@@ -3473,10 +3471,11 @@ class Check:
     def run(self) -> int:
         """0 if it would work, 1 if something has to be changed."""
         card = Card(self.config.kfd_root, self.config.drm_device, self.config.ignore)
-        for part in (self.kfd, self.card, self.permissions):
-            part(card)
-        for part_of_config in (self.addresses, self.lock):
-            part_of_config()
+        self.kfd(card)
+        self.card(card)
+        self.permissions(card)
+        self.addresses()
+        self.lock()
         print("it would work" if not self.faults else f"{self.faults} to change, see above")
         return int(bool(self.faults))
 

@@ -3444,15 +3444,6 @@ def set_up_log() -> None:
 
 # ---- --check -------------------------------------------------------------------------------------
 
-# pci.ids has more; these are the cards that ROCm runs on at home.
-CARD_NAMES = {
-    "0x744c": "Radeon RX 7900 XTX/XT/GRE",
-    "0x7480": "Radeon RX 7600",
-    "0x747e": "Radeon RX 7800 XT/7700 XT",
-    "0x73bf": "Radeon RX 6900 XT/6800",
-    "0x7550": "Radeon RX 9070 XT/9070",
-}
-
 
 class Check:
     """Looks at this machine through the supervisor's eyes, and says what it would see and do."""
@@ -3502,11 +3493,10 @@ class Check:
             self.fault(str(trouble), 'set drm_device to the card\'s folder in sysfs, or to "auto"')
             return
         try:
-            name = CARD_NAMES.get(slurp(folder + "/device").strip(), "amdgpu card")
             pci = pci_address(folder)
-        except (OSError, Unknown):
-            name, pci = "not on a PCI bus that can be read", ""
-        self.say(f"card {folder}: {name} {pci}")
+        except Unknown:
+            pci = ""
+        self.say(f"card {folder}: " + (pci or "not on a PCI bus that can be read"))
         self.say(f"VRAM {gib(total)}, {gib(used)} used, {gib(total - used)} free; held by "
                  + (describe_holders(pci) if pci else "unknown"))
         if re.search(r"/card\d+/", folder):

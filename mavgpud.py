@@ -3525,9 +3525,9 @@ class Check:
         try:
             gpus = gpu_ids(os.path.dirname(card.kfd_root) + "/topology")
             self.say(f"KFD topology: {len(gpus)} GPU" + "s" * (len(gpus) != 1))
-        except OSError as error:
-            self.say(f"KFD topology cannot be read ({error.strerror}): with several GPUs, a job on"
-                     " any of them would count as one on this card")
+        except (OSError, ValueError) as error:
+            self.say(f"KFD topology cannot be read ({error}): with several GPUs, a job on any of"
+                     " them would count as one on this card")
         if not die_with_us():
             self.fault("setpriv --pdeathsig does not work here", "install util-linux 2.34 or newer")
 

@@ -1115,7 +1115,6 @@ class Child:
         self.waiters: set[threading.Event] = set()
         self.reason = "not started yet"
         self.retry = 10  # seconds, for Retry-After
-        self.retired = False  # no longer configured
         self.starts = self.crashes = 0
         self.load_seconds: float | None = None  # of the last load that became ready
         self.spent: Mapping[str, float] = {}  # seconds in each state; replaced, never changed
@@ -1417,7 +1416,8 @@ class Supervisor:
                 self.ended(child, run, now)
             elif run and tick:
                 run.pool.sweep(now)
-        self.children = [child for child in self.children if child.run or not child.retired]
+        wanted = self.config.children
+        self.children = [child for child in self.children if child.run or child.config in wanted]
         seen = self.look(tick, now)
         decision = decide(seen, self.streaks, self.config.evict_after_polls,
                           self.config.start_after_polls)
@@ -1739,12 +1739,10 @@ class Supervisor:
             if child.run and child.config.command != wanted.command:
                 log.info("%s is restarted: its command has changed", child.name)
                 child.stop(now, f"{child.name} is restarted")
-            child.config, child.retired = wanted, False
-            child.next_try = 0.0
+            child.config, child.next_try = wanted, 0.0
         for child in known.values():
             log.info("%s is no longer configured", child.name)
             child.stop(now, f"{child.name} is no longer configured")
-            child.retired = True
         self.children = fresh + list(known.values())
         self.set_routes()
         log.info("%s read again", self.source)

@@ -932,6 +932,8 @@ def describe_holders(pci: str, proc: str = "/proc") -> str:
 STOPPED, LOADING, READY, STOPPING, WEDGED = "stopped", "loading", "ready", "stopping", "wedged"
 RUNNING = LOADING, READY
 
+DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)  # before we raise ours
+
 # What a child must never inherit: systemd's protocol with us, and the sign by which llama-server
 # would take itself for a child of its own router and wait on its standard input.
 PRIVATE_ENVIRONMENT = re.compile(r"LLAMA_SERVER_ROUTER_PORT|NOTIFY_SOCKET|(WATCHDOG|LISTEN)_.+")
@@ -1347,6 +1349,9 @@ def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Dec
             reason = ("turn", "starting")
         why[child.name] = reason
     return Decision(streaks, start=start, why=why)
+
+
+# ---- the supervisor ------------------------------------------------------------------------------
 
 
 class Handover(NamedTuple):
@@ -3587,8 +3592,6 @@ def file_system(file: str) -> str:
 
 EX_CONFIG = 78  # sysexits.h; the unit does not restart after it
 
-DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(
@@ -3615,10 +3618,10 @@ def main() -> int:
         return Check(config).run()
 
     # Two descriptors per connection; select(2) is not used here, so a high limit does no harm.
-    _, hard = DESCRIPTORS
+    soft, hard = DESCRIPTORS
     wanted = 4 * config.max_connections + 256
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, DESCRIPTORS[0]), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, soft), hard))
     threading.stack_size(256 * 1024)
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda *_: None)  # the watcher reads them from the wake-up descriptor

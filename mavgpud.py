@@ -41,6 +41,7 @@ import functools
 import html
 import http.client
 import http.server
+import itertools
 import json
 import logging
 import math
@@ -1176,6 +1177,7 @@ class Child:
         if self.state in RUNNING:
             ended = run.exited()
             if ended:
+                run.ready = False  # before it is said
                 after = f", after {spell(now - self.since)}" * (now > self.since)
                 self.fail(now, f"pid {run.pid} {ended} while {self.state}{after}")
                 self.stop(now, f"{self.name} has crashed")
@@ -3499,7 +3501,8 @@ class Check:
             pci = pci_address(folder)
         except Unknown:
             pci = ""
-        self.say(f"card {folder}: " + (pci or "not on a PCI bus that can be read"))
+        name = product(folder)
+        self.say(f"card {folder}: {name or 'unknown'}, PCI {pci or 'address unknown'}")
         self.say(f"VRAM {gib(total)}, {gib(used)} used, {gib(total - used)} free; held by "
                  + (describe_holders(pci) if pci else "unknown"))
         if re.search(r"/card\d+/", folder):
@@ -3575,6 +3578,24 @@ def bound_port(args: Iterable[str]) -> str:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--port", nargs="?")
     return parser.parse_known_args(list(args))[0].port or "8080"
+
+
+def product(folder: str) -> str:
+    """A card's name by its PCI id, from the list that pciutils and hwdata install; "" if unknown."""
+    try:
+        wanted = slurp(folder + "/device").strip()[2:]
+    except OSError:
+        return ""
+    for file in ("/usr/share/misc/pci.ids", "/usr/share/hwdata/pci.ids"):
+        if os.path.exists(file):
+            with open(file, encoding="utf-8", errors="replace") as lines:
+                amd = itertools.dropwhile(lambda line: not line.startswith("1002 "), lines)
+                for line in itertools.islice(amd, 1, None):
+                    if line[:1] not in "\t#\n":
+                        break  # the next vendor
+                    if line.startswith(f"\t{wanted}  "):
+                        return line.split(None, 1)[1].strip()
+    return ""
 
 
 def file_system(file: str) -> str:

@@ -1345,7 +1345,8 @@ def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Dec
             reason = ("turn", f"waiting for {loading or start} to load")
         elif seen.free is None or seen.free < child.need:
             have = "unknown" if seen.free is None else gib(seen.free)
-            reason = ("vram", f"free VRAM is {have}, {gib(child.need)} needed")
+            beside = "".join(f" beside {c.name}" for c in running)
+            reason = ("vram", f"free VRAM is {have}, {gib(child.need)} needed{beside}")
         else:
             start = child.name
             reason = ("turn", "starting")
@@ -3581,7 +3582,7 @@ def bound_port(args: Iterable[str]) -> str:
 
 
 def product(folder: str) -> str:
-    """A card's name by its PCI id, from the list that pciutils and hwdata install; "" if unknown."""
+    """A card's name by its PCI id, from the list of pciutils or hwdata; "" if it is not known."""
     try:
         wanted = slurp(folder + "/device").strip()[2:]
     except OSError:

@@ -1848,7 +1848,7 @@ class Two(TestCase):
         self.cw2["min_free_vram_bytes"] = 12 * GIB
         top = self.supervisor(*self.on_card(), children=[self.cw2])
         top.ready()
-        top.wait_log(r"^cw2 not loaded: free VRAM is 11\.0 GiB, 12\.0 GiB needed")
+        top.wait_log(r"^cw2 not loaded: free VRAM is 11\.0 GiB, 12\.0 GiB needed beside llama")
         self.steady(top)
         answer = top.get("/v1/audio/x")
         self.assertEqual(answer.status, 503)

@@ -170,6 +170,7 @@ def duration(least: float = 0.0, never: bool = False) -> Parser:
         parts = re.findall(DURATION_PART, value, re.ASCII)
         seconds = sum(float(n) * UNITS[unit] for n, unit in parts)
         must(seconds >= least, value, f"is too short, the least is {spell(least)}")
+        must(seconds < 1 << 32, value, "is longer than a century")
         return seconds
 
     return parse
@@ -181,6 +182,7 @@ def whole(least: int) -> Parser:
     def parse(value: Any) -> int:
         must(type(value) is int, value, "is not a whole number")  # a bool is an int, too
         must(value >= least, value, f"is too small, the least is {least}")
+        must(value < 1 << 63, value, "is too large")
         return int(value)
 
     return parse
@@ -189,6 +191,7 @@ def whole(least: int) -> Parser:
 def text(value: Any) -> str:
     """A string that may be given to the kernel as a path or an argument."""
     must(isinstance(value, str) and "\0" not in value, value, "is not a string")
+    must(not re.search("[\ud800-\udfff]", value), value, "is not Unicode")
     return str(value)
 
 
@@ -229,7 +232,7 @@ def device(value: Any) -> str:
 
 def address(value: Any) -> Address:
     """HOST:PORT, an IPv6 host in brackets."""
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]*)):(\d{1,5})", text(value), re.A)
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|((?:[\w-]+\.?)*)):(\d{1,5})", text(value), re.A)
     host, port = (match[1] or match[2], int(match[3])) if match else ("", 0)
     must(1 <= port <= 65535, value, 'is not HOST:PORT, such as "127.0.0.1:8081"')
     return (host, port)
@@ -491,7 +494,7 @@ def stat(pid: int) -> Stat | None:
 
 
 def session_members(session: int) -> list[Stat]:
-    """The live processes of a session."""
+    """The live processes of a session. OSError if /proc cannot be read."""
     found = (stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return [p for p in found if p and p.session == session and not p.dead]
 
@@ -788,36 +791,41 @@ class CardLock:
     A lock ends with its holder, so none is ever stale.
     """
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, outdated: Iterable[int] = ()) -> None:
         self.file = file
         self.fd = -1
         self.held = False
-        self.outdated: list[int] = []  # descriptors of files that were replaced while we held them
+        # Descriptors of files that were replaced. Whoever holds or awaits one still counts, and
+        # one that we hold is not let go before the card is free.
+        self.outdated = list(outdated)
 
     def claims(self) -> list[Contender]:
         """Who else holds this lock or waits for it. Unknown if the file cannot be had."""
         try:
-            identity = self.open()
+            self.open()
+            names = {lock_name(fd): fd for fd in (*self.outdated, self.fd)}
             with open("/proc/locks", encoding="ascii", errors="replace") as table:
-                lines = [line.split() for line in table if identity in line]
+                lines = [line.split() for line in table if any(name in line for name in names)]
         except OSError as error:
             raise Unknown(f"card_lock {self.file}: {error.strerror}") from None
         found = {}
+        in_use = set()
         for words in lines:
             if words[1] == "->":  # a waiter, blocked on the lock in the line above
                 del words[1]
             pid = int(words[4])
-            if words[1] == "FLOCK" and words[5] == identity and pid != os.getpid():
-                process = stat(pid)
-                found[pid] = Contender(pid, process.comm if process else "?")
+            if words[1] == "FLOCK" and words[5] in names:
+                in_use.add(names[words[5]])
+                if pid != os.getpid():
+                    process = stat(pid)
+                    found[pid] = Contender(pid, process.comm if process else "?")
+        for fd in set(self.outdated) - in_use:
+            self.outdated.remove(fd)
+            os.close(fd)
         return list(found.values())
 
-    def open(self) -> str:
-        """Opens the file, again if it was replaced, and gives its name in /proc/locks.
-
-        A job locks the file that lies there now; one that we still hold after it was deleted
-        would keep nobody away.
-        """
+    def open(self) -> None:
+        """Opens the file, again if it was replaced: a job locks the one that lies there now."""
         try:
             there: os.stat_result | None = os.stat(self.file)
         except FileNotFoundError:
@@ -827,14 +835,9 @@ class CardLock:
             fd = os.open(self.file, flags, 0o644)
             if not there:
                 os.fchmod(fd, 0o644)  # whatever the umask: every user's jobs are to lock it
-            if self.held:
-                self.outdated.append(self.fd)  # a job may wait for it, and has to wait on
-            elif self.fd >= 0:
-                os.close(self.fd)
+            if self.fd >= 0:
+                self.outdated.append(self.fd)
             self.fd, self.held = fd, False
-            there = os.fstat(fd)
-        major, minor = os.major(there.st_dev), os.minor(there.st_dev)
-        return f"{major:02x}:{minor:02x}:{there.st_ino}"
 
     def take(self) -> bool:
         """Locks the card for us if it is free; False if somebody was faster."""
@@ -847,17 +850,22 @@ class CardLock:
         return True
 
     def release(self) -> None:
+        """Hands the card to whoever has waited longest."""
         if self.held:
             fcntl.flock(self.fd, fcntl.LOCK_UN)
             self.held = False
-        while self.outdated:
-            os.close(self.outdated.pop())
+        for fd in self.outdated:
+            fcntl.flock(fd, fcntl.LOCK_UN)
 
-    def close(self) -> None:
-        self.release()
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd = -1
+    def successor(self, file: str) -> CardLock:
+        """A lock on another file, which lets go of this one when the card is free."""
+        return CardLock(file, [*self.outdated, self.fd] if self.fd >= 0 else self.outdated)
+
+
+def lock_name(fd: int) -> str:
+    """An open file's name in /proc/locks."""
+    there = os.fstat(fd)
+    return f"{os.major(there.st_dev):02x}:{os.minor(there.st_dev):02x}:{there.st_ino}"
 
 
 # ---- jobs that the KFD never sees
@@ -935,19 +943,28 @@ RUNNING = LOADING, READY
 
 DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)  # before we raise ours
 
+
+def raise_limit(connections: int) -> None:
+    """Makes room for the descriptors of so many connections; select(2) is not used here."""
+    soft, hard = DESCRIPTORS
+    wanted = max(soft, 4 * connections + 256)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
 # What a child must never inherit: systemd's protocol with us, and the sign by which llama-server
 # would take itself for a child of its own router and wait on its standard input.
 PRIVATE_ENVIRONMENT = re.compile(r"LLAMA_SERVER_ROUTER_PORT|NOTIFY_SOCKET|(WATCHDOG|LISTEN)_.+")
 
 
-@functools.cache
 def die_with_us() -> list[str]:
     """The command that puts a child under a parent-death signal, and without our capabilities.
 
-    setpriv(1) of util-linux, tried once. Where it is missing, a supervisor that is killed with
-    SIGKILL outside of systemd leaves its children behind, which is said.
+    setpriv(1) of util-linux, tried each time. Where it is missing, a supervisor that is killed
+    with SIGKILL outside of systemd leaves its children behind, which is said.
     """
-    command = ["setpriv", "--pdeathsig", "TERM", "--ambient-caps", "-all", "--inh-caps", "-all"]
+    found = shutil.which("setpriv") or "setpriv"  # not by the PATH that the child may be given
+    command = [found, "--pdeathsig", "TERM", "--ambient-caps", "-all", "--inh-caps", "-all"]
     try:
         subprocess.run([*command, "true"], check=True, stdin=subprocess.DEVNULL,
                        capture_output=True)
@@ -1003,19 +1020,27 @@ class Run:
             return None
         if result.si_code == os.CLD_EXITED:
             return f"exited with status {result.si_status}"
-        return f"exited, killed by {signal.Signals(result.si_status).name}"
+        names = {number.value: number.name for number in signal.Signals}
+        name = names.get(result.si_status, f"signal {result.si_status}")  # a real-time one has none
+        return f"exited, killed by {name}"
 
     def gone(self) -> bool:
         """Whether nothing of the session is left; reaps the leader then."""
-        if self.exited() is None or session_members(self.pid):
-            return False
+        try:
+            if self.exited() is None or session_members(self.pid):
+                return False
+        except OSError:
+            return False  # /proc cannot be read now
         self.process.wait()
         self.over.set()
         return True
 
     def kill(self, signum: int) -> None:
         """Signals the group, and whoever has left it without leaving the session."""
-        others = [m.pid for m in session_members(self.pid) if m.group != self.pid]
+        try:
+            others = [m.pid for m in session_members(self.pid) if m.group != self.pid]
+        except OSError:
+            others = []  # /proc cannot be read now; the group is what matters
         for pid in [-self.pid, *others]:  # the leader is not reaped, so the numbers are still ours
             try:
                 os.kill(pid, signum)
@@ -1132,6 +1157,7 @@ class Child:
         before = self.spent.get(self.state, 0.0) + now - self.since
         self.spent = {**self.spent, self.state: before}
         self.state, self.since, self.deadline = state, now, deadline
+        self.reason = state
         for waiter in list(self.waiters):
             waiter.set()
 
@@ -1168,6 +1194,7 @@ class Child:
             self.run.stop_began = now
             self.phase = 0
             self.enter(STOPPING, now, now + self.CUT_TIME)
+            self.reason = why
 
     def advance(self, now: float) -> None:
         """Whatever has happened to the process since the last pass."""
@@ -1249,13 +1276,15 @@ def taken(addr: Address | None) -> bool:
     """Whether another program listens there: it would be taken for our child, or make it fail."""
     if not addr:
         return False
-    family = socket.AF_INET6 if ":" in addr[0] else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(addr)
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
+    host = "127.0.0.1" if addr[0] == "localhost" else addr[0]
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.inet_pton(family, host)  # looking up a name could take longer than a poll may
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, addr[1]))
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
     return False
 
 
@@ -1463,13 +1492,15 @@ class Supervisor:
         contenders = named(self.contenders) or (self.unseen if self.config.evict_unseen else "")
         stopping = any(child.state == STOPPING for child in self.children)
         returning = None if stopping else self.returning  # the last one's VRAM is what counts
-        if returning and returning.over(now, self.used, bool(contenders)):
+        if returning and returning.over(now, self.used, bool(contenders) and not self.claims):
             self.card_is_free(returning, now)
         children = tuple([child.seen(now) for child in self.children])
         if self.used is not None:
             for child in self.children:
                 if child.run and child.state in RUNNING:
                     child.run.used_last = self.used
+                elif child.run:  # it may still have been loading
+                    child.run.used_last = max(child.run.used_last, self.used)
         claims = named(self.claims)
         return Seen(tick, children, contenders, claims, blind, self.settling(), free)
 
@@ -1500,10 +1531,7 @@ class Supervisor:
                 why[child.name] = ("yielded", words)
         for child in self.children:
             if child.name in decision.unload and child.run:
-                idle = spell(now - child.run.last_request)
-                log.info("%s is idle for %s, unloading it", child.name, idle)
-                self.stop_children([child], now, f"{child.name} is unloaded after {idle} of rest")
-                child.rest_from = now
+                self.unload(child, child.run, now)
             elif child.name == decision.start:
                 obstacle = self.start_child(child, now)
                 if obstacle:
@@ -1512,6 +1540,16 @@ class Supervisor:
             self.shut_down(now)
         if not self.returning and not any(child.run for child in self.children):
             self.lock.release()
+
+    def unload(self, child: Child, run: Run, now: float) -> None:
+        """Stops an idle child, unless a request has come since we looked."""
+        child.rest_from, run.ready = now, False  # from here on, a request ends the rest
+        if run.exchanges:
+            child.rest_from, run.ready = NEVER, True
+            return
+        idle = spell(now - run.last_request)
+        log.info("%s is idle for %s, unloading it", child.name, idle)
+        self.stop_children([child], now, f"{child.name} is unloaded after {idle} of rest")
 
     def start_child(self, child: Child, now: float) -> str:
         if taken(child.config.addr):
@@ -1585,16 +1623,19 @@ class Supervisor:
         growth = self.used - self.unseen_base[0]
         if growth > self.config.unseen_vram_bytes:
             growth -= self.own_vram() - self.unseen_base[1]
-        if growth <= self.config.unseen_vram_bytes:
+        if growth <= self.config.unseen_vram_bytes // 2:
             self.unseen = ""
-        elif not self.unseen:
+        elif growth > self.config.unseen_vram_bytes and not self.unseen:
             self.unseen = f"a job that is not on the KFD ({gib(growth)} of VRAM)"
             self.explain(f"{gib(growth)} of VRAM taken since the model became ready, by nobody on"
                          " the KFD; it is held by")
 
     def own_vram(self) -> int:
-        return sum(self.card.held(process.pid) for child in self.children if child.run
-                   for process in session_members(child.run.pid))
+        try:
+            return sum(self.card.held(process.pid) for child in self.children if child.run
+                       for process in session_members(child.run.pid))
+        except OSError:
+            return 0  # /proc cannot be read now
 
     def explain(self, what: str) -> None:
         """Logs `what` and who holds VRAM; in a thread, since that look may take its time."""
@@ -1737,10 +1778,13 @@ class Supervisor:
         if config.listen != old.listen:
             log.warning("listen has changed: that needs a restart of mavgpud")
         if config.card_lock != old.card_lock:
-            self.lock.close()
-            self.lock = CardLock(config.card_lock)
+            self.lock = self.lock.successor(config.card_lock)
         self.card = Card(config.kfd_root, config.drm_device, config.ignore)
         self.loop.interval = config.poll
+        self.loop.due = min(self.loop.due, now + config.poll)
+        raise_limit(config.max_connections)
+        if config.drm_device != old.drm_device:
+            self.unseen_base, self.unseen = None, ""
         known = {child.name: child for child in self.children}
         fresh = [known.pop(c.name) if c.name in known else Child(c) for c in config.children]
         for child, wanted in zip(fresh, config.children):
@@ -1766,18 +1810,20 @@ class PollLoop(threading.Timer):
     def __init__(self, interval: float, function: Callable[[bool, float], float]) -> None:
         super().__init__(interval, function)
         self.name = "poll"
+        self.due = time.monotonic()  # the next regular poll
         self.wake = threading.Event()
 
     def run(self) -> None:
-        due = time.monotonic()
         while not self.finished.is_set():
             self.wake.clear()
             now = time.monotonic()
-            tick = now >= due
-            if tick:
-                due = max(due + self.interval, now)
+            tick = now >= self.due
+            if tick:  # a late one is not made up for: two polls are two moments
+                self.due += self.interval
+                if self.due <= now:
+                    self.due = now + self.interval
             following = self.function(tick, now)
-            self.wake.wait(max(0.0, min(due, following) - time.monotonic()))
+            self.wake.wait(max(0.0, min(self.due, following) - time.monotonic()))
 
 
 class Watcher(threading.Thread):
@@ -1832,6 +1878,7 @@ MAX_INTERIM = 32  # 1xx responses before the final one
 # match is not looked at any further.
 TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 REQUEST_LINE = re.compile(rb"(" + TOKEN + rb") ([\x21-\x7e\x80-\xff]+) HTTP/1\.([0-9])")
+BARE_LF = re.compile(rb"(?<!\r)\n")
 OTHER_VERSION = re.compile(rb"[^ ]+ [^ ]+ HTTP/[02-9]\.[0-9]")
 STATUS_LINE = re.compile(rb"HTTP/1\.([0-9]) ([1-5][0-9][0-9])(?: ([\t\x20-\x7e\x80-\xff]*))?")
 FIELD = re.compile(rb"(" + TOKEN + rb"):([\t\x20-\x7e\x80-\xff]*)")
@@ -2447,20 +2494,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """A head that comes in pieces, or after empty lines (RFC 9112 2.2), within HEAD_TIME."""
         wire = self.wire
         deadline = time.monotonic() + self.HEAD_TIME
-        blank = 0
+        blank = checked = 0
         while True:
             while blank < 4 and wire.buffer.startswith(b"\r\n", wire.start, wire.end):
                 wire.start += 2
                 blank += 1
-            begun = bytes(wire.view[wire.start : wire.end])
-            line, ends, _ = begun.partition(b"\r\n")
-            if ends or len(line) > MAX_LINE:
-                request_line(line)
+            if not checked:  # a bad request line is refused as soon as it is there
+                line, ends, _ = bytes(wire.view[wire.start : wire.end]).partition(b"\r\n")
+                if ends or len(line) > MAX_LINE:
+                    request_line(line)
+                    checked = len(line)
             head = wire.head()
             if head:
                 return head
-            if re.search(rb"(?<!\r)\n", begun):
+            if BARE_LF.search(wire.buffer, wire.start + checked, wire.end):
                 raise Malformed(400, "a line that does not end in CR LF")
+            if checked:  # so that a head that comes byte by byte is not read again at each
+                checked = wire.end - wire.start - 1
             left = deadline - time.monotonic()
             try:
                 if left <= 0:
@@ -2533,9 +2583,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return True
         finally:
             self.exchange = None
-            run.exchanges.discard(exchange)
-            if not passive:
+            if not passive:  # first, or a poll in between would find it idle for long
                 run.last_request = time.monotonic()
+            run.exchanges.discard(exchange)
             if not run.ready:
                 self.server.supervisor.wake()  # it waits for the last of us to be gone
 
@@ -2915,8 +2965,10 @@ class Front(http.server.ThreadingHTTPServer):
             raise  # socketserver goes on with the next one
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = min(self.supervisor.config.max_connections, max(1, (limit - 96) // 3))
         with self.guard:
-            room = self.connections < self.supervisor.config.max_connections
+            room = self.connections < most  # the polls must never lack a descriptor
             self.connections += room
         try:
             if room:
@@ -3405,12 +3457,17 @@ class Systemd:
         self.status = ""
 
     def say(self, *lines: str) -> None:
-        if self.address:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-                try:
-                    sock.sendto("\n".join(lines).encode(), self.address)
-                except OSError as error:
-                    log.warning("systemd cannot be told %s: %s", lines[0], error)
+        """Tells systemd, unless that would take waiting, which a poll must not."""
+        if not self.address:
+            return
+        data = "\n".join(lines).encode("utf-8", "replace")
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sock:
+                sock.sendto(data, self.address)
+        except BlockingIOError:
+            self.status = ""  # so that it is said again
+        except OSError as error:
+            log.warning("systemd cannot be told %s: %s", lines[0], error)
 
     def pass_done(self, now: float, sentence: str, closing: bool) -> None:
         """The poll loop lives; and what it has to say."""
@@ -3602,8 +3659,9 @@ def product(folder: str) -> str:
 def file_system(file: str) -> str:
     """The type of the file system that a file is on, by /proc/self/mounts."""
     best = ("", "unknown")
-    for line in slurp("/proc/self/mounts").splitlines():
-        _, folder, kind, *_ = line.split()
+    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
+        lines = [line.split() for line in mounts]
+    for _, folder, kind, *_ in lines:
         inside = os.path.realpath(file).startswith(folder.rstrip("/") + "/")
         if inside and len(folder) >= len(best[0]):
             best = (folder, kind)
@@ -3639,12 +3697,9 @@ def main() -> int:
     if options.check:
         return Check(config).run()
 
-    # Two descriptors per connection; select(2) is not used here, so a high limit does no harm.
-    soft, hard = DESCRIPTORS
-    wanted = 4 * config.max_connections + 256
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, soft), hard))
+    raise_limit(config.max_connections)
     threading.stack_size(256 * 1024)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, children reap themselves
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda *_: None)  # the watcher reads them from the wake-up descriptor
 

@@ -3442,7 +3442,8 @@ class Bounds(ProxyCase):
         peer.send(LAST)
         client.message()
         limits = resource.prlimit(top.pid, resource.RLIMIT_NOFILE)
-        room = top.descriptors() + 6
+        before = top.descriptors()
+        room = before + 6
         resource.prlimit(top.pid, resource.RLIMIT_NOFILE, (room, limits[1]))
         crowd = [self.client() for _ in range(30)]
         until(lambda: top.descriptors() >= room, "no descriptor left")
@@ -3452,6 +3453,8 @@ class Bounds(ProxyCase):
         self.assertIsNone(top.process.poll())
         for one in crowd:
             one.close()
+        client.close()  # so few descriptors are enough for one connection at a time
+        until(lambda: top.descriptors() < before, "those of the crowd closed")
         client, peer, _ = self.ask(get(b"/after"))
         peer.send(LAST)
         self.assertEqual(client.message()[1], b"ok")
@@ -5171,14 +5174,14 @@ class Lock(LockCase):
 
         program.fcntl = Refusing
         lock = program.CardLock(self.lock)
-        self.addCleanup(lock.close)
         lock.open()
+        self.addCleanup(os.close, lock.fd)
         self.assertFalse(lock.take())
 
 
 @unittest.skipUnless(os.path.exists("/proc/locks") and shutil.which("flock"), "needs flock(1)")
 class LockReload(LockCase):
-    """SIGHUP with another `card_lock` while the model runs."""
+    """SIGHUP with another `card_lock` while the model runs: the old one is held until it is gone."""
 
     def test_another_file(self) -> None:
         top = self.supervisor(*self.on_card())
@@ -5186,9 +5189,10 @@ class LockReload(LockCase):
         old, self.lock = self.lock, self.lock + "2"
         top.reload(card_lock=self.lock)
         until(lambda: os.path.exists(self.lock) and self.holders() == [top.pid])
-        self.assertEqual(self.holders(old), [])
+        self.assertEqual(self.holders(old), [top.pid])
         self.assert_starts(top, 1)
         self.assertEqual(self.job().found(), (GIB, 0))
+        until(lambda: not self.holders(old))
 
     def test_turned_on(self) -> None:
         top = self.supervisor(*self.on_card(), card_lock="")
@@ -5201,9 +5205,10 @@ class LockReload(LockCase):
         top = self.supervisor(*self.on_card())
         top.ready()
         top.reload(card_lock="")
-        until(lambda: not self.holders())
+        self.assertEqual(self.holders(), [top.pid])
         with self.machine.job():
             top.wait_log("card free in")
+            until(lambda: not self.holders())
             passes(self.machine)
         top.ready(2)
         self.assertEqual(top.stop(), 0)
@@ -5394,6 +5399,7 @@ class NeverOpened(TestCase):
             top.wait_log("yielding the card to train")
             top.wait_log("card free in")
             passes(self.machine)
+            select.select([fd], [], [], DEADLINE)
             events = os.read(fd, 1 << 20)
         self.assertIn(b"vram_1", events)
         self.assertNotIn(b"sdma_1", events)

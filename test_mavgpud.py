@@ -3453,8 +3453,8 @@ class Bounds(ProxyCase):
         self.assertIsNone(top.process.poll())
         for one in crowd:
             one.close()
-        client.close()  # so few descriptors are enough for one connection at a time
-        until(lambda: top.descriptors() < before, "those of the crowd closed")
+        until(lambda: top.descriptors() <= before, "those of the crowd closed")
+        resource.prlimit(top.pid, resource.RLIMIT_NOFILE, limits)
         client, peer, _ = self.ask(get(b"/after"))
         peer.send(LAST)
         self.assertEqual(client.message()[1], b"ok")

@@ -31,6 +31,7 @@ Other threads read what the poll loop has published (`Child.run`, `Run.ready`, `
 from __future__ import annotations
 
 import argparse
+import atexit
 import collections
 import contextlib
 import copy
@@ -3493,10 +3494,50 @@ class Priority(logging.Formatter):
         return "\n".join(f"<{level}>{line}" for line in lines)
 
 
+class BackgroundLog(logging.Handler):
+    """Writes to standard error in a thread of its own.
+
+    Whoever reads it may stall (a journal that hangs, a terminal that was stopped), and the polls
+    must go on all the same. What finds no room then is lost.
+    """
+
+    ROOM = 1000  # lines
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.ended = threading.Event()
+        in_background("log", self.write)
+        atexit.register(self.end)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.lines.qsize() < self.ROOM:
+            self.lines.put(self.format(record) + "\n")
+
+    def write(self) -> None:
+        while (line := self.lines.get()):
+            data = line.encode("utf-8", "backslashreplace")
+            try:
+                while data:
+                    data = data[os.write(2, data) :]
+            except OSError:
+                continue  # nobody reads it any more
+        self.ended.set()
+
+    def end(self) -> None:
+        """Gives what has been logged a second to get out."""
+        self.lines.put("")
+        self.ended.wait(1.0)
+
+
 def set_up_log() -> None:
     """Logs to standard error, with the time unless the journal adds it."""
-    handler = logging.StreamHandler()
-    there = os.fstat(2)
+    try:
+        there = os.fstat(2)
+    except OSError:  # it is closed, and whatever is opened next would be taken for it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        there = os.fstat(2)
+    handler = BackgroundLog()
     if os.environ.get("JOURNAL_STREAM") == f"{there.st_dev}:{there.st_ino}":
         handler.setFormatter(Priority("%(message)s"))
     else:

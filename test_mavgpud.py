@@ -5181,7 +5181,7 @@ class Lock(LockCase):
 
 @unittest.skipUnless(os.path.exists("/proc/locks") and shutil.which("flock"), "needs flock(1)")
 class LockReload(LockCase):
-    """SIGHUP with another `card_lock` while the model runs: the old one is held until it is gone."""
+    """SIGHUP with another `card_lock` while the model runs: the old one is held until then."""
 
     def test_another_file(self) -> None:
         top = self.supervisor(*self.on_card())

@@ -494,6 +494,16 @@ def stat(pid: int) -> Stat | None:
                 int(fields[17]))
 
 
+def session_of(pid: int) -> int | None:
+    """The session of a process, 0 if that may not be asked, None if there is no such process."""
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, OverflowError):
+        return None
+    except PermissionError:
+        return 0  # a security module's doing; somebody is there
+
+
 def session_members(session: int) -> list[Stat]:
     """The live processes of a session. OSError if /proc cannot be read."""
     found = (stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
@@ -565,19 +575,19 @@ class Card:
             if not match or int(match[1]) in found:
                 continue
             pid = int(match[1])
-            try:
-                if os.getsid(pid) in own:
-                    continue
-            except (ProcessLookupError, OverflowError):
+            session = session_of(pid)
+            if session is None:
                 dead.add(pid)  # a stale entry: there have been kernels that never remove some
                 continue
-            except PermissionError:
-                pass  # a security module forbids the question: somebody is there
+            if session in own:
+                continue
             if self.unit and cgroup(pid) == self.unit:
                 continue
             process = stat(pid)
             if process and process.dead:
                 continue  # its memory map is gone; what VRAM it held is on the way back
+            if not process and session_of(pid) is None:
+                continue  # it has ended just now
             comm = process.comm if process else "?"
             if any(fnmatch.fnmatchcase(comm, pattern) for pattern in self.ignore):
                 continue
@@ -1158,7 +1168,8 @@ class Child:
         before = self.spent.get(self.state, 0.0) + now - self.since
         self.spent = {**self.spent, self.state: before}
         self.state, self.since, self.deadline = state, now, deadline
-        self.reason = state
+        if state == LOADING:
+            self.reason = state  # those of the other states follow at the end of the pass
         for waiter in list(self.waiters):
             waiter.set()
 

@@ -1399,7 +1399,8 @@ class Running(TestCase):
         )
         self.assertEqual(private.keys() & environment.keys(), set())
         self.assertEqual((environment["KEPT"], environment["EXTRA"]), ("yes", "yes"))
-        self.assertEqual(sorted(os.listdir(f"/proc/{pid}/fd")), ["0", "1", "2"])
+        # It opens files of its own while it starts.
+        until(lambda: sorted(os.listdir(f"/proc/{pid}/fd")) == ["0", "1", "2"])
         self.assertEqual(os.readlink(f"/proc/{pid}/fd/0"), "/dev/null")
         self.assertEqual(os.getsid(pid), pid)
 
@@ -5011,6 +5012,7 @@ class Lock(LockCase):
                 fd = os.open(self.lock, os.O_RDONLY)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails the test if it fails
+                    fcntl.flock(fd, fcntl.LOCK_UN)  # also if another test has forked meanwhile
                 finally:
                     os.close(fd)
                 looks.read()

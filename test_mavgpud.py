@@ -51,6 +51,7 @@ if sys.argv[1:2] != ["--stand-in"]:
     import http.client
     import importlib
     import importlib.util
+    import io
     import itertools
     import logging
     import py_compile
@@ -5406,6 +5407,74 @@ class NeverOpened(TestCase):
         self.assertIn(b"vram_1", events)
         self.assertNotIn(b"sdma_1", events)
         self.assertNotIn(b"evicted_ms", events)
+
+
+# ---- tests: --check ------------------------------------------------------------------------------
+
+
+class Checking(TestCase):
+    """What --check says of a machine; the device nodes of a card are none that a test can make."""
+
+    def check(self, **config: Any) -> tuple[int, str]:
+        program = copy_of_program()
+
+        class Check(program.Check):  # type: ignore[misc, name-defined]
+            def permissions(self, card: Any) -> None:
+                pass
+
+        values = {
+            "listen": f"127.0.0.1:{free_port()}", "llama_bin": "true",
+            "llama_addr": "127.0.0.1:8080", "kfd_root": self.machine.kfd,
+            "drm_device": os.path.dirname(self.machine.used_file), "min_free_vram_bytes": GIB,
+            "card_lock": "/dev/shm/" + os.path.basename(self.machine.path("lock")), **config,
+        }
+        file = self.machine.write("check.json", json.dumps(values))
+        output = io.StringIO()
+        program.print = functools.partial(print, file=output)
+        status = Check(program.load_config(file)).run()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(values["card_lock"])
+        return status, output.getvalue()
+
+    def test_a_good_machine(self) -> None:
+        port = str(free_port())
+        status, said = self.check(llama_addr=f"127.0.0.1:{port}", llama_args=["--port", port])
+        self.assertEqual(status, 0, said)
+        for fact in ("nobody there", "16.0 GiB, 1.0 GiB used, 15.0 GiB free", "free\n"):
+            self.assertIn(fact, said)
+
+    def test_each_fault(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            busy = taken.getsockname()[1]
+            child = {"name": "cw2", "bin": "true", "min_free_vram_bytes": 15 * GIB + 1}
+            for fact, config in (
+                ("/nowhere does not exist", {"kfd_root": "/nowhere"}),
+                ("/nowhere/mem_info_vram_total", {"drm_device": "/nowhere"}),
+                ("needs 17.0 GiB of VRAM, the card has 16.0 GiB",
+                 {"min_free_vram_bytes": 17 * GIB}),
+                ("needs 15.5 GiB of free VRAM, 15.0 GiB are free",
+                 {"min_free_vram_bytes": 15 * GIB + GIB // 2}),
+                ("together need 18.0 GiB", {"min_free_vram_bytes": 3 * GIB, "children": [child]}),
+                (f"port {busy} is in use", {"listen": f"127.0.0.1:{busy}"}),
+                (f"127.0.0.1:{busy} is in use", {"llama_addr": f"127.0.0.1:{busy}"}),
+                ("llama_args bind port 9, llama_addr is", {"llama_args": ["--port=9"]}),
+                ("card_lock /proc/self/nothing", {"card_lock": "/proc/self/nothing"}),
+            ):
+                with self.subTest(fact):
+                    status, said = self.check(**config)
+                    self.assertEqual(status, 1)
+                    faults = [line for line in said.splitlines() if line.startswith("! ")]
+                    self.assertTrue(any(fact in fault for fault in faults), said)
+
+    def test_who_has_the_card(self) -> None:
+        with self.machine.job() as job:
+            self.assertIn(f"train (pid {job.pid}", self.check()[1])
+
+    def test_from_the_command_line(self) -> None:
+        """A file with faults is refused before anything is looked at."""
+        file = self.machine.write("c.json", json.dumps({"llama_bin": "true", "pol": 1}))
+        command = [sys.executable, PROGRAM, "--check", "--config", file]
+        self.assertEqual(subprocess.run(command, capture_output=True, check=False).returncode, 78)
 
 
 # ---- tests: what the owner sees ------------------------------------------------------------------

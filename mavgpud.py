@@ -1202,11 +1202,11 @@ class Child:
     def stop(self, now: float, why: str) -> None:
         """Begins to stop: no new requests, those in flight cut, then the process."""
         if self.run and self.state in RUNNING:
+            self.reason = why  # before anybody is told that it is not ready
             self.run.cut(why)
             self.run.stop_began = now
             self.phase = 0
             self.enter(STOPPING, now, now + self.CUT_TIME)
-            self.reason = why
 
     def advance(self, now: float) -> None:
         """Whatever has happened to the process since the last pass."""
@@ -2953,11 +2953,13 @@ class Front(http.server.ThreadingHTTPServer):
             everywhere = int(bool(self.supervisor.config.listen[0]))
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, everywhere)
         options = (
-            # A client that vanishes without a word is found out in half a minute.
+            # A client that vanishes without a word is found out in a minute: by keepalive when
+            # nothing is sent, by the user timeout when what was sent is never acknowledged.
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
             (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
             (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
             (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(Handler.STALL_TIME * 1000)),
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
             (socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(Handler.HEAD_TIME)),
             (socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(Handler.STALL_TIME)),

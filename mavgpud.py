@@ -791,7 +791,7 @@ class Returning:
         return now - self.since >= self.LIMIT
 
 
-# ---- the card lock
+# ---- the card lock -------------------------------------------------------------------------------
 
 
 class CardLock:
@@ -867,6 +867,8 @@ class CardLock:
             self.held = False
         for fd in self.outdated:
             fcntl.flock(fd, fcntl.LOCK_UN)
+        while self.outdated and not self.file:  # turned off: nobody asks for claims any more
+            os.close(self.outdated.pop())
 
     def successor(self, file: str) -> CardLock:
         """A lock on another file, which lets go of this one when the card is free."""
@@ -879,7 +881,7 @@ def lock_name(fd: int) -> str:
     return f"{os.major(there.st_dev):02x}:{os.minor(there.st_dev):02x}:{there.st_ino}"
 
 
-# ---- jobs that the KFD never sees
+# ---- jobs that the KFD never sees ----------------------------------------------------------------
 
 
 def drm_clients(fdinfo: str, pci: str) -> Iterator[tuple[str, int]]:
@@ -978,8 +980,8 @@ def die_with_us() -> list[str]:
     command = [found, "--pdeathsig", "TERM", "--ambient-caps", "-all", "--inh-caps", "-all"]
     try:
         subprocess.run([*command, "true"], check=True, stdin=subprocess.DEVNULL,
-                       capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
+                       capture_output=True, timeout=1)
+    except (OSError, subprocess.SubprocessError) as error:
         log.warning("setpriv --pdeathsig cannot be used (%s): children may outlive us", error)
         return []
     return command
@@ -1216,10 +1218,11 @@ class Child:
         if self.state in RUNNING:
             ended = run.exited()
             if ended:
+                self.reason = f"{self.name} has crashed"
                 run.ready = False  # before it is said
                 after = f", after {spell(now - self.since)}" * (now > self.since)
                 self.fail(now, f"pid {run.pid} {ended} while {self.state}{after}")
-                self.stop(now, f"{self.name} has crashed")
+                self.stop(now, self.reason)
             elif self.state == LOADING:
                 if run.healthy:
                     self.become_ready(now, run)
@@ -1228,9 +1231,9 @@ class Child:
                     self.fail(now, f"pid {run.pid} is not ready after load_timeout ({limit})")
                     self.stop(now, f"{self.name} is restarted")
             elif not run.healthy:
+                self.enter(LOADING, now, now + self.config.load_timeout)
                 run.ready = False
                 log.warning("%s does not answer any more", run)
-                self.enter(LOADING, now, now + self.config.load_timeout)
             elif now - self.since >= self.HEALTHY_AFTER:
                 self.failures = 0
         if self.state in (STOPPING, WEDGED):
@@ -1574,10 +1577,14 @@ class Supervisor:
             return f"{child.config.bin} cannot be started"
         if run.pidfd >= 0:
             self.watcher.add(run.pidfd, select.EPOLLIN, self.wake)
-        if run.config.addr:
-            in_background(child.name, run.watch_health, self.wake)
-        else:
+        if not run.config.addr:
             self.wake()  # it is ready already
+            return ""
+        try:
+            in_background(child.name, run.watch_health, self.wake)
+        except RuntimeError as error:
+            child.fail(now, f"no thread for its health probes: {error}")
+            self.stop_children([child], now, "there are no threads left")
         return ""
 
     def stop_children(self, children: Iterable[Child], now: float, why: str) -> None:
@@ -1658,7 +1665,10 @@ class Supervisor:
             except (OSError, Unknown) as error:
                 log.warning("%s somebody who cannot be told: %s", what, error)
 
-        in_background("fdinfo", look)
+        try:
+            in_background("fdinfo", look)
+        except RuntimeError as error:
+            log.warning("%s somebody who cannot be told: %s", what, error)
 
     # Saying it
 
@@ -1684,7 +1694,8 @@ class Supervisor:
                 child.retry = max(1, math.ceil((child.load_seconds or 5) - (now - child.since)))
             elif child.state == STOPPED and now < child.next_try:
                 child.retry = math.ceil(child.next_try - now)
-            child.reason = words
+            if child.state != READY:  # who was told "not ready" a moment ago may still ask why
+                child.reason = words
             ready = f"{child.name} is ready"
             sentences.append(ready if child.state == READY else f"{child.name} not loaded: {words}")
         self.sentence = "; ".join(sentences)
@@ -1805,7 +1816,8 @@ class Supervisor:
                 child.stop(now, f"{child.name} is restarted")
             child.config, child.next_try = wanted, 0.0
         for child in known.values():
-            log.info("%s is no longer configured", child.name)
+            if child.config in old.children:
+                log.info("%s is no longer configured", child.name)
             child.stop(now, f"{child.name} is no longer configured")
         self.children = fresh + list(known.values())
         self.set_routes()
@@ -1859,7 +1871,11 @@ class Watcher(threading.Thread):
 
     def add(self, fd: int, events: int, call: Callable[[], None]) -> None:
         self.calls[fd] = call
-        self.epoll.register(fd, events | select.EPOLLET)
+        try:
+            self.epoll.register(fd, events | select.EPOLLET)
+        except OSError:
+            self.remove(fd)
+            raise
 
     def remove(self, fd: int) -> None:
         """Forgets a descriptor; closing it then takes it out of the epoll."""
@@ -2355,6 +2371,8 @@ def framed(pieces: list[Piece], chunked: bool, last: bool) -> Piece:
 
 
 DONTWAIT = int(socket.MSG_DONTWAIT)
+
+
 class Upstream(http.client.HTTPConnection):
     """A connection to a child: http.client opens and closes it, heads and bodies are ours."""
 
@@ -2438,13 +2456,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.waiter: threading.Event | None = None
         self.gone = False  # the client has closed or reset its connection
         self.idle = True  # between two requests
-        self.answers = self.server.take_tally()
         self.limit = self.HEAD_TIME  # the listener gives it to its sockets
         host: str = self.client_address[0]
         client = host[7:] if host.startswith("::ffff:") else host
         self.client_line = client.encode() + b"\r\n\r\n"  # the end of X-Forwarded-For
-        self.server.handlers.add(self)
         self.server.watcher.add(self.sock.fileno(), select.EPOLLRDHUP, self.client_left)
+        self.answers = self.server.take_tally()
+        self.server.handlers.add(self)
 
     def finish(self) -> None:
         self.server.watcher.remove(self.sock.fileno())
@@ -3007,7 +3025,10 @@ class Front(http.server.ThreadingHTTPServer):
         hand-overs of the interpreter lock wakes another CPU: twice the work for half the requests.
         The poll loop, and so the children, are not concerned.
         """
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        try:
+            os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        except OSError as error:
+            log.warning("the front cannot keep to one CPU, which makes it slower: %s", error)
         super().serve_forever(poll_interval)
 
     def serve(self, request: Any, client_address: Any) -> None:
@@ -3067,7 +3088,8 @@ class Front(http.server.ThreadingHTTPServer):
     def close_listener(self) -> None:
         """Takes no more connections and ends the idle ones; what is in flight goes on."""
         self.closing = True
-        in_background("shutdown", self.shutdown)
+        with contextlib.suppress(RuntimeError):  # without a thread for it, only the socket ends
+            in_background("shutdown", self.shutdown)
         shut(self.socket)
         for handler in list(self.handlers):
             if handler.idle:

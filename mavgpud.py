@@ -2340,16 +2340,16 @@ class Body:
         RFC 9110 6.5.1: a trailer field must not be merged into the fields, so nobody needs it.
         """
         block = bytes(self.wire.view[at:end])
-        stop = 2 if block.startswith(b"\r\n") else block.find(b"\r\n\r\n") + 4
-        if stop < 4 and stop != 2:
-            if len(block) > MAX_TRAILERS:
-                raise Malformed(431, "trailers of more than 64 KiB")
-            return -1
-        if stop > MAX_TRAILERS:
+        if block.startswith(b"\r\n"):
+            return at + 2
+        stop = block.find(b"\r\n\r\n")
+        if (stop if stop >= 0 else len(block)) > MAX_TRAILERS:
             raise Malformed(431, "trailers of more than 64 KiB")
-        for line in block[: stop - 4].split(b"\r\n") if stop > 2 else ():
+        if stop < 0:
+            return -1
+        for line in block[:stop].split(b"\r\n"):
             field_of(line)
-        return at + stop
+        return at + stop + 4
 
 
 @functools.lru_cache(maxsize=256)
@@ -2623,21 +2623,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Answers here; the connection goes on only if the request's body has arrived whole."""
         body.arrived()
         self.close_connection |= not body.done
-        data = page.message(self.close_connection, request.method == b"HEAD")
-        self.answers[page.status // 100] += 1
-        self.wire.send(data)
+        self.send_page(page, request.method)
         if not body.done:
             linger(self.wire)
 
     def refuse(self, status: int, what: str) -> None:
         """Answers a request that cannot be served, and closes."""
         self.close_connection = True
-        self.answers[status // 100] += 1
         try:
-            self.wire.send(trouble_page(status, what, "invalid_request_error").message(True, False))
+            self.send_page(trouble_page(status, what, "invalid_request_error"))
         except (Ended, Stalled):
-            return
+            return  # it has gone without waiting for that
         linger(self.wire)
+
+    def send_page(self, page: Page, method: bytes = b"") -> None:
+        self.answers[page.status // 100] += 1
+        self.wire.send(page.message(self.close_connection, method == b"HEAD"))
 
 
 class Exchange:
@@ -2833,24 +2834,27 @@ class Exchange:
         elif self.response:
             self.abort()
         else:
-            name = self.run.config.name
-            reason = (
-                error.strerror or str(error) if isinstance(error, OSError)
-                else f"it sent a malformed answer ({error})" if isinstance(error, Malformed)
-                else "it closed the connection without an answer" if isinstance(error, Ended)
-                else "it does not take the request"
-            )
-            page = (
-                trouble_page(503, f"model not loaded: {self.why}", "unavailable_error", 10)
-                if self.why
-                else trouble_page(502, f"{name} gave no answer: {reason}", "upstream_error")
-            )
-            if upload:
+            if self.why:
+                page = trouble_page(503, f"model not loaded: {self.why}", "unavailable_error", 10)
+            else:
+                what = f"{self.run.config.name} gave no answer: {self.trouble(error)}"
+                page = trouble_page(502, what, "upstream_error")
+            if upload:  # which reads the body on; end_upload lingers
                 handler.close_connection = True
-                handler.answers[page.status // 100] += 1
-                handler.wire.send(page.message(True, self.request.method == b"HEAD"))
+                handler.send_page(page, self.request.method)
             else:
                 handler.reply(self.request, self.body, page)
+
+    @staticmethod
+    def trouble(error: Exception) -> str:
+        """What a child did instead of answering, in words."""
+        if isinstance(error, OSError):
+            return error.strerror or str(error)
+        if isinstance(error, Malformed):
+            return f"it sent a malformed answer ({error})"
+        if isinstance(error, Ended):
+            return "it closed the connection without an answer"
+        return "it does not take the request"
 
     def abort(self) -> None:
         """Ends a response visibly before its end; a stream of events says why, if it can."""

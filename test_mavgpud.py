@@ -1209,6 +1209,60 @@ def slow(test: Any) -> Any:
     return test
 
 
+class Reasons(unittest.TestCase):
+    """Whoever finds a child not ready finds out why: the reason is there first."""
+
+    class Run:
+        """What Child needs of one; notes the child's reason when it ceases to be ready."""
+
+        started = last_request = 0.0
+        pid = 4242
+
+        def __init__(self, child: Any, ended: str = "", healthy: bool = True) -> None:
+            self.child, self.ended, self.healthy = child, ended, healthy
+            self.exchanges: set[Any] = set()
+            self.noted: list[str] = []
+            child.run, child.state, child.reason = self, mavgpud.READY, "ready"
+
+        def __setattr__(self, key: str, value: Any) -> None:
+            super().__setattr__(key, value)
+            if key == "ready" and not value:
+                self.noted.append(self.child.reason)
+
+        def exited(self) -> str | None:
+            return self.ended or None
+
+        def gone(self) -> bool:
+            return False
+
+        def cut(self, why: str) -> None:
+            self.ready = False
+
+        def kill(self, signum: int) -> None:
+            pass
+
+    def child(self) -> Any:
+        machine = Machine()
+        self.addCleanup(machine.close)
+        file = machine.write("c.json", json.dumps({"llama_bin": "true"}))
+        return mavgpud.Child(mavgpud.load_config(file).children[0])
+
+    def test_stopped(self) -> None:
+        run = self.Run(child := self.child())
+        child.stop(1.0, "yielded to train")
+        self.assertEqual(set(run.noted), {"yielded to train"})
+
+    def test_crashed(self) -> None:
+        run = self.Run(child := self.child(), ended="exited with status 1")
+        child.advance(time.monotonic())
+        self.assertEqual(set(run.noted), {"llama has crashed"})
+
+    def test_hung(self) -> None:
+        run = self.Run(child := self.child(), healthy=False)
+        child.advance(time.monotonic())
+        self.assertEqual(run.noted, ["loading"])
+
+
 class Running(TestCase):
     """What is there when nobody else wants the card."""
 

@@ -2234,17 +2234,18 @@ class Body:
 
     def __init__(self, wire: Wire, framing: int) -> None:
         self.wire = wire
-        self.left = framing  # bytes of the body, or of the present chunk, that are still to come
+        self.left = framing  # bytes of the body, or of a chunk with its end, that are to come
         self.framing = framing
         self.done = framing == 0
-        self.owed = False  # the line end that closes the last chunk is still to come
         if framing == CHUNKED:
             self.left = 0
 
     def arrived(self) -> list[Piece]:
         """The content that has arrived, without waiting. Malformed."""
         if self.framing == CHUNKED:
-            return self.chunks()
+            pieces: list[Piece] = []
+            self.chunks(pieces)
+            return pieces
         wire = self.wire
         count = wire.end - wire.start
         if self.framing >= 0:
@@ -2267,89 +2268,80 @@ class Body:
     def passed(self, chunked: bool) -> Piece:
         """What has arrived, framed for a peer that takes chunks or does not. Malformed.
 
-        Whole chunks go on as they came: a stream of tokens is nothing else.
+        Chunks go on as they came, whole or in part, but without trailers.
         """
-        run = self.whole_chunks() if chunked and self.framing == CHUNKED else b""
-        if run and self.wire.start == self.wire.end:
-            return run
-        rest = framed(self.arrived(), chunked, self.done)
-        return b"".join((run, rest)) if run else rest
-
-    def whole_chunks(self) -> bytes:
-        """The chunks that have arrived from end to end, save the last one, with their framing."""
+        if not chunked or self.framing != CHUNKED:
+            return framed(self.arrived(), chunked, self.done)
         wire = self.wire
-        if self.left:
-            return b""
-        data = bytes(wire.view[wire.start : wire.end])
-        begin = at = 2 if self.owed else 0
-        if self.owed and not data.startswith(b"\r\n"):
-            return b""
-        while (line_end := data.find(b"\r\n", at)) >= 0:
-            size = chunk_size(data[at:line_end])
-            after = line_end + 4 + size
-            if not size or data[after - 2 : after] != b"\r\n":
-                break
-            at = after
-        if at > begin:
-            wire.start += at
-            self.owed = False
-        return data[begin:at]
+        begin = wire.start
+        trailers = self.chunks(None)
+        if trailers:
+            return bytes(wire.view[begin : wire.start - trailers - 2]) + b"\r\n"
+        return wire.view[begin : wire.start]
 
-    def chunks(self) -> list[Piece]:
-        """The content of all chunks, or of the parts of chunks, that have arrived."""
-        wire = self.wire
-        pieces: list[Piece] = []
-        buffer, view, at, end = wire.buffer, wire.view, wire.start, wire.end
-        while at < end and not self.done:
-            if self.left:
-                size = min(self.left, end - at)
-                pieces.append(view[at : at + size])
-                self.left -= size
+    def chunks(self, pieces: list[Piece] | None) -> int:
+        """Goes through all that has arrived; adds the content of chunks, or of parts of them.
+
+        Gives the number of bytes of trailers, without the line end behind them. Malformed.
+        """
+        trailers = 0
+        view = self.wire.view[self.wire.start : self.wire.end]
+        data, at, end = b"", 0, len(view)
+        while not self.done:
+            if self.left:  # the rest of a chunk, and the line end that closes it
+                size = max(0, min(self.left - 2, end - at))
+                if size and pieces is not None:
+                    pieces.append(view[at : at + size])
                 at += size
-                continue
-            # The line end that closes a chunk is read with the size line that follows it.
-            begin = at + 2 if self.owed else at
-            stop = buffer.find(b"\r\n", begin, end)
+                self.left -= size
+                line_end = bytes(view[at : at + 2])
+                if self.left > 2 or line_end in (b"", b"\r"):
+                    break
+                if line_end != b"\r\n":
+                    raise Malformed(400, "a chunk longer than it says")
+                at += 2
+                self.left = 0
+            data = data or bytes(view)  # in which to look costs less
+            stop = data.find(b"\r\n", at)
             if stop < 0:
-                self.check_partial(view[at:end])
+                if not PARTIAL.fullmatch(data, at) or end - at > MAX_CHUNK_LINE:
+                    raise Malformed(400, "malformed chunk")
                 break
-            if self.owed and not buffer.startswith(b"\r\n", at):
-                raise Malformed(400, "a chunk longer than it says")
-            self.left = chunk_size(bytes(view[begin:stop]))
-            if not self.left:
-                after = self.trailers(stop + 2, end)
+            size = chunk_size(data[at:stop])
+            after = stop + 4 + size
+            if not size:
+                after = self.trailers(data, stop + 2)
                 if after < 0:
                     break
+                trailers = after - stop - 4
                 self.done = True
-                stop = after - 2
-            self.owed = True
-            at = stop + 2
-        wire.start = at
-        return pieces
+            elif after > end:
+                self.left = size + 2
+                after = stop + 2
+            elif data[after - 2 : after] != b"\r\n":
+                raise Malformed(400, "a chunk longer than it says")
+            elif pieces is not None:
+                pieces.append(view[stop + 2 : after - 2])
+            at = after
+        self.wire.start += at
+        return trailers
 
-    def check_partial(self, rest: memoryview) -> None:
-        """Malformed unless `rest` may still become a size line."""
-        line_end = b"\r\n"[: len(rest)] if self.owed else b""
-        fine = rest[: len(line_end)] == line_end and PARTIAL.fullmatch(rest[len(line_end) :])
-        if not fine or len(rest) > MAX_CHUNK_LINE:
-            raise Malformed(400, "malformed chunk")
-
-    def trailers(self, at: int, end: int) -> int:
+    @staticmethod
+    def trailers(data: bytes, at: int) -> int:
         """Where the trailer section ends, -1 if it has not arrived whole. Checked, and dropped.
 
         RFC 9110 6.5.1: a trailer field must not be merged into the fields, so nobody needs it.
         """
-        block = bytes(self.wire.view[at:end])
-        if block.startswith(b"\r\n"):
+        if data.startswith(b"\r\n", at):
             return at + 2
-        stop = block.find(b"\r\n\r\n")
-        if (stop if stop >= 0 else len(block)) > MAX_TRAILERS:
+        stop = data.find(b"\r\n\r\n", at)
+        if (stop if stop >= 0 else len(data)) - at > MAX_TRAILERS:
             raise Malformed(431, "trailers of more than 64 KiB")
         if stop < 0:
             return -1
-        for line in block[:stop].split(b"\r\n"):
+        for line in data[at:stop].split(b"\r\n"):
             field_of(line)
-        return at + stop + 4
+        return stop + 4
 
 
 @functools.lru_cache(maxsize=256)
@@ -2660,6 +2652,7 @@ class Exchange:
         self.reset = False  # the client's connection must end with a reset
         self.upload: Upload | None = None
         self.response: Response | None = None  # the one whose head the client has been sent
+        self.answer: Body | None = None  # of that response
 
     def cut(self, why: str) -> None:
         """Ends the exchange, whatever its handler is blocked in.
@@ -2771,7 +2764,7 @@ class Exchange:
         assert self.upstream
         tunnel = response.status == 101
         length = UNTIL_CLOSE if tunnel else response.framing
-        body = Body(self.upstream.wire, length)
+        body = self.answer = Body(self.upstream.wire, length)
         if tunnel:
             handler.close_connection = True
             self.begin_upload(Upload(self, Body(handler.wire, UNTIL_CLOSE), 0))
@@ -2857,10 +2850,11 @@ class Exchange:
         return "it does not take the request"
 
     def abort(self) -> None:
-        """Ends a response visibly before its end; a stream of events says why, if it can."""
-        response = self.response
-        assert response
-        if self.why and response.framing < 0 and not self.request.old and response.is_events():
+        """Ends a response visibly before its end; a stream of events says why between chunks."""
+        response, answer = self.response, self.answer
+        assert response and answer
+        between = response.framing < 0 and answer.left <= 0
+        if self.why and between and not self.request.old and response.is_events():
             event = json.dumps(trouble_object(503, f"cut off: {self.why}", "unavailable_error"))
             data = framed([f"data: {event}\n\n".encode()], True, False)
             with contextlib.suppress(OSError):  # the end is visible even if it takes nothing now

@@ -2546,8 +2546,13 @@ class ResponseHeads(unittest.TestCase):
 
 
 class Bodies(unittest.TestCase):
-    def feed(self, framing: int, parts: Iterable[bytes]) -> tuple[bytes, bool, bytes]:
-        """The content of a body that comes in these parts, whether it is whole, what is left."""
+    def feed(
+        self, framing: int, parts: Iterable[bytes], passed: bool = False,
+    ) -> tuple[bytes, bool, bytes]:
+        """The content of a body that comes in these parts, whether it is whole, what is left.
+
+        Or, with `passed`, what is passed on to a peer that takes chunks.
+        """
         ours, theirs = socket.socketpair()
         with ours, theirs:
             wire = mavgpud.Wire(ours)
@@ -2557,7 +2562,8 @@ class Bodies(unittest.TestCase):
                 theirs.sendall(part)
                 while select.select([ours], [], [], 0)[0]:
                     wire.fill()
-                    content += b"".join(map(bytes, body.arrived()))
+                    pieces = [body.passed(True)] if passed else body.arrived()
+                    content += b"".join(map(bytes, pieces))
             return content, body.done, bytes(wire.view[wire.start : wire.end])
 
     def splits(self, data: bytes) -> Iterator[list[bytes]]:
@@ -2597,11 +2603,27 @@ class Bodies(unittest.TestCase):
                 with self.subTest(parts):
                     self.assertEqual(self.feed(mavgpud.CHUNKED, parts), (content, True, rest))
 
+    def test_chunks_are_passed_on_as_they_come(self) -> None:
+        for data, _, rest in self.VALID:
+            whole = data[: len(data) - len(rest)].replace(b"A: b\r\n", b"").replace(b"C:\r\n", b"")
+            for parts in self.splits(data):
+                with self.subTest(parts):
+                    self.assertEqual(
+                        self.feed(mavgpud.CHUNKED, parts, passed=True), (whole, True, rest))
+
+    def test_part_of_a_chunk_is_passed_on(self) -> None:
+        for data, passed in (
+            (b"5\r\nhe", b"5\r\nhe"), (b"5\r\nhello\r", b"5\r\nhello"), (b"5\r", b""),
+            (b"1\r\nx\r\n5;", b"1\r\nx\r\n"), (b"1\r\nx\r\n0\r\nA: b\r\n", b"1\r\nx\r\n"),
+        ):
+            self.assertEqual(self.feed(mavgpud.CHUNKED, [data], passed=True)[0], passed)
+
     def test_malformed_chunks_in_every_split(self) -> None:
         for data in self.INVALID:
             for parts in self.splits(data):
-                with self.subTest(parts), self.assertRaises(mavgpud.Malformed):
-                    self.feed(mavgpud.CHUNKED, parts)
+                for passed in (False, True):
+                    with self.subTest(parts, passed=passed), self.assertRaises(mavgpud.Malformed):
+                        self.feed(mavgpud.CHUNKED, parts, passed)
 
     def test_malformed_at_once(self) -> None:
         """Not only when the line has ended, which may never be."""
@@ -3635,6 +3657,10 @@ class Yields(ProxyCase):
         _, blocked_peer, _ = self.ask(get(b"/blocked"))
         blocked_peer.send(EVENTS)
         blocked_peer.pour(chunk(bytes(65000)), 1 << 26)
+        midway, midway_peer, _ = self.ask(get(b"/midway"))
+        midway_peer.send(EVENTS, b"10\r\ndata: 1")
+        midway.head()
+        self.assertEqual(midway.take(11), b"10\r\ndata: 1")
         old, old_peer, _ = self.ask(b"GET /old HTTP/1.0\r\n\r\n")
         old_peer.send(b"HTTP/1.1 200 OK\r\n\r\nx")
         old.head()
@@ -3649,6 +3675,7 @@ class Yields(ProxyCase):
             self.assertEqual(error["code"], 503)
             self.assertIn(str(job.pid), error["message"])
             self.assertEqual(stream.rest()[0], b"")  # and no last chunk
+            self.assertEqual(midway.rest()[0], b"")  # an event would be taken for the chunk's rest
             self.assertEqual(plain.rest()[0], b"")
             self.assertIn(str(job.pid), self.why(waiting))
             self.assertEqual(old.rest(), (b"", "reset"))

@@ -2268,23 +2268,17 @@ class Body:
     def passed(self, chunked: bool) -> Piece:
         """What has arrived, framed for a peer that takes chunks or does not. Malformed.
 
-        Chunks go on as they came, whole or in part, but without trailers.
+        Chunks go on as they came, whole or in part.
         """
         if not chunked or self.framing != CHUNKED:
             return framed(self.arrived(), chunked, self.done)
         wire = self.wire
         begin = wire.start
-        trailers = self.chunks(None)
-        if trailers:
-            return bytes(wire.view[begin : wire.start - trailers - 2]) + b"\r\n"
+        self.chunks(None)
         return wire.view[begin : wire.start]
 
-    def chunks(self, pieces: list[Piece] | None) -> int:
-        """Goes through all that has arrived; adds the content of chunks, or of parts of them.
-
-        Gives the number of bytes of trailers, without the line end behind them. Malformed.
-        """
-        trailers = 0
+    def chunks(self, pieces: list[Piece] | None) -> None:
+        """Goes through all that has arrived; adds the content of chunks, or of parts of them."""
         view = self.wire.view[self.wire.start : self.wire.end]
         data, at, end = b"", 0, len(view)
         while not self.done:
@@ -2313,7 +2307,6 @@ class Body:
                 after = self.trailers(data, stop + 2)
                 if after < 0:
                     break
-                trailers = after - stop - 4
                 self.done = True
             elif after > end:
                 self.left = size + 2
@@ -2324,13 +2317,12 @@ class Body:
                 pieces.append(view[stop + 2 : after - 2])
             at = after
         self.wire.start += at
-        return trailers
 
     @staticmethod
     def trailers(data: bytes, at: int) -> int:
-        """Where the trailer section ends, -1 if it has not arrived whole. Checked, and dropped.
+        """Where the trailer section ends, -1 if it has not arrived whole. Malformed.
 
-        RFC 9110 6.5.1: a trailer field must not be merged into the fields, so nobody needs it.
+        Those of a request do not reach the child: RFC 9110 6.5.1 lets nobody rely on them.
         """
         if data.startswith(b"\r\n", at):
             return at + 2

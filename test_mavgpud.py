@@ -669,7 +669,8 @@ class Supervisor:
 
     The first child is a stand-in with `options`; further arguments are keys of the configuration.
     Polls are short and nothing is awaited for long unless they say so. `env` is added to the
-    environment, `under` is a command to run it under. With `start=False` the test starts it, by
+    environment, `under` is a command to run it under, `tuning` is Python that is run before the
+    program, to shorten times that no key is there for. With `start=False` the test starts it, by
     `start()`.
     """
 
@@ -679,11 +680,13 @@ class Supervisor:
         *options: object,
         env: Mapping[str, str] | None = None,
         under: tuple[str, ...] = (),
+        tuning: str = "",
         start: bool = True,
         **config: Any,
     ) -> None:
         self.machine = machine
         self.under = under
+        self.tuning = tuning
         self.env = dict(env or {})
         self.port, self.llama_port = free_port(), free_port()
         program, *args = stand_in_command("--port", self.llama_port, *options)
@@ -721,7 +724,10 @@ class Supervisor:
 
     def program(self) -> list[str]:
         """What Python is given to run."""
-        return [compiled()]
+        if not self.tuning:
+            return [compiled()]
+        return ["-c", f"import sys; sys.path.insert(0, {os.path.dirname(PROGRAM)!r}); "
+                f"import mavgpud; {self.tuning}; sys.exit(mavgpud.main())"]
 
     def write(self, **changes: Any) -> None:
         """Writes the configuration file, with changes that last; None removes a key."""
@@ -2207,27 +2213,17 @@ class RawServer:
 
 
 class Sandwich(Supervisor):
-    """A supervisor whose child only sleeps, and a RawServer that listens in that child's place.
-
-    `tuning` is Python that is run before the program, to shorten times that no key is there for.
-    """
+    """A supervisor whose child only sleeps, and a RawServer that listens in that child's place."""
 
     def __init__(self, machine: Machine, tuning: str = "", listen: bool = True, **config: Any):
-        self.tuning = tuning
         self.server: RawServer | None = None
-        super().__init__(machine, **{
+        super().__init__(machine, tuning=tuning, **{
             "llama_bin": "/bin/sh", "llama_args": ["-c", "exec sleep 600"],
             "wait_for_model": "10s", **config,
         })
         self.started()  # it would not be if somebody listened there already
         if listen:
             self.listen()
-
-    def program(self) -> list[str]:
-        if not self.tuning:
-            return super().program()
-        return ["-c", f"import sys; sys.path.insert(0, {os.path.dirname(PROGRAM)!r}); "
-                f"import mavgpud; {self.tuning}; sys.exit(mavgpud.main())"]
 
     def listen(self) -> None:
         self.server = RawServer(self.llama_port)
@@ -5474,6 +5470,43 @@ class VramBack(TestCase):
         top.wait_log(rf"second \(pid {pid}\) is gone")
         said = until(lambda: top.logged("card free in|VRAM does not come back"))[0]
         self.assertRegex(said.string, "card free in .*, 4.0 GiB back")
+
+    def test_it_does_not_come_back(self) -> None:
+        """After LIMIT that is said, and free VRAM alone decides."""
+        top = self.supervisor("--return", 3600, *self.on_card(), min_free_vram_bytes=14 * GIB,
+                              tuning="mavgpud.Returning.LIMIT = 0.3")
+        top.ready()
+        with self.machine.job():
+            top.wait_log("^VRAM does not come back: 0.0 GiB of it in")
+        top.wait_log("^llama not loaded: free VRAM is 11.0 GiB, 14.0 GiB needed")
+        add_to(self.machine.used_file, -4 * GIB)
+        top.ready(2)
+
+
+class Wedged(TestCase):
+    """A child that SIGKILL does not end: it hangs in the driver."""
+
+    def test_wedged(self) -> None:
+        second = self.child("second", idle_timeout="100ms", idle_rest="never")
+        top = self.supervisor(
+            *self.on_card(), children=[second], stop_grace="100ms", evict_after_polls=1,
+            tuning="mavgpud.Child.KILL_TIME = 0.3; mavgpud.Run.kill = lambda self, signum: None",
+        )
+        pid = top.ready()
+        idle = top.ready(name="second")
+        top.wait_log(rf"^second \(pid {idle}\) is wedged")
+        os.kill(idle, signal.SIGKILL)
+        top.wait_log(rf"^second \(pid {idle}\) is gone")
+        with self.machine.job():
+            top.wait_log(rf"^llama \(pid {pid}\) is wedged")
+        self.assertIn("llama is wedged", top.get("/health").why)
+        self.steady(top)
+        self.assertEqual(top.get("/mavgpud/status").json["children"][0]["state"], "wedged")
+        self.assertEqual(top.get("/health/second").status, 503)
+        os.kill(pid, signal.SIGKILL)
+        top.wait_log(rf"^llama \(pid {pid}\) is gone")
+        top.ready(2)
+        self.assertEqual(len(top.logged("^started second")), 1)  # which rests
 
 
 class NeverOpened(TestCase):

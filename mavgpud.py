@@ -3158,24 +3158,30 @@ def local_page(supervisor: Supervisor, method: bytes, path: bytes) -> Page | Non
     return page._replace(fields=(*page.fields, "Cache-Control: no-store"))
 
 
+KINDS = (STOPPED, "idle", LOADING, READY, "yielded")  # as they lie upon each other
+
+
 class Entry(NamedTuple):
-    """A change in the time line of a child."""
+    """A stretch of the time line of a child. Unix time."""
 
-    when: float  # Unix time
-    kind: str  # ready, loading, yielded, idle or stopped
+    begin: float
+    kind: str
     who: str = ""  # has taken the card, or what keeps the child from running
+    end: float = NEVER  # it goes on
 
 
-HISTORY_LIMIT = 500  # entries per child: each costs the page a microsecond or two
+HISTORY_LIMIT = 500  # entries per child: each costs the page half a microsecond
 
 
 def recorded(past: tuple[Entry, ...], new: Entry, oldest: float) -> tuple[Entry, ...]:
     """A time line with one more entry if that is news, without what had ended before `oldest`."""
-    if past and past[-1][1:] == new[1:]:
+    if not past:
+        return (new,)
+    last = past[-1]
+    if (last.kind, last.who) == (new.kind, new.who):
         return past
-    ends = [entry.when for entry in past[1:]] + [new.when]
-    kept = [entry for entry, end in zip(past, ends) if end > oldest]
-    return (*kept[1 - HISTORY_LIMIT :], new)
+    ended = (*past[:-1], last._replace(end=new.begin))
+    return (*[entry for entry in ended if entry.end > oldest][1 - HISTORY_LIMIT :], new)
 
 
 YIELD_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # seconds
@@ -3360,45 +3366,50 @@ def clock(when: float, form: str = "%a %H:%M") -> str:
     return time.strftime(form, time.localtime(when))
 
 
-class Stretch(NamedTuple):
-    """A part of a time line that is shown. Unix time."""
-
-    begin: float
-    end: float
-    entry: Entry
-
-    def words(self) -> str:
-        kind, who = self.entry.kind, self.entry.who
-        joint = " to " if kind == "yielded" else ": "
-        return {READY: "loaded"}.get(kind, kind) + (joint + who if who else "")
-
-    def lasted(self) -> str:
-        seconds = max(0.0, self.end - self.begin)
-        return spell(seconds if seconds < 3600 else seconds // 60 * 60)
+def shown(history: tuple[Entry, ...], start: float, end: float) -> list[Entry]:
+    """The part of a time line that is shown."""
+    line = [entry for entry in history if entry.end > start]
+    if line:
+        line[0] = line[0]._replace(begin=max(line[0].begin, start))
+        line[-1] = line[-1]._replace(end=end)
+    return line
 
 
-def stretches(history: tuple[Entry, ...], start: float, end: float) -> list[Stretch]:
-    ends = [entry.when for entry in history[1:]] + [end]
-    return [Stretch(max(e.when, start), to, e) for e, to in zip(history, ends) if to > start]
+@functools.lru_cache(maxsize=64)
+def described(entry: Entry) -> tuple[str, str, str]:
+    """Since when, what, and for how long."""
+    what = "loaded" if entry.kind == READY else entry.kind
+    if entry.who:
+        what += (" to " if entry.kind == "yielded" else ": ") + entry.who
+    seconds = max(0.0, entry.end - entry.begin)
+    lasted = spell(seconds if seconds < 3600 else seconds // 60 * 60)
+    return clock(entry.begin), what, lasted
 
 
-def lane(line: list[Stretch], start: float, end: float) -> str:
-    """A time line as SVG, 1000 units wide. However short, a yield is drawn, and above the rest."""
+BORN = time.time()  # where x is 0: the numbers of SVG have 32 bits, too few for Unix time
+
+
+@functools.lru_cache(maxsize=4 * HISTORY_LIMIT)  # what is over is drawn only once
+def drawn(entry: Entry, scale: float) -> str:
+    """A stretch as SVG. However short, a yield is drawn."""
+    width, title = (entry.end - entry.begin) * scale, ""
+    if entry.kind == "yielded" and width >= 2:  # one that a pointer can find
+        words = "{1}, from {0} for {2}".format(*described(entry))
+        title = f"<title>{html.escape(printable(words))}</title>"
+    elif entry.kind != "yielded" and width < 0.5:
+        return ""
+    return f'<path d="M{(entry.begin - BORN) * scale:.1f} .5h{max(width, 2):.1f}">{title}</path>'
+
+
+def lane(line: list[Entry], start: float, end: float) -> str:
+    """A time line as SVG, 1000 units wide. Yields are above the rest."""
     scale = 1000 / (end - start)
-    marks = dict.fromkeys((STOPPED, "idle", LOADING, READY, "yielded"), "")
-    titled = ""
-    for stretch in line:
-        kind, width = stretch.entry.kind, (stretch.end - stretch.begin) * scale
-        mark = f"M{(stretch.begin - start) * scale:.1f} .5h{max(width, 2):.1f}"
-        if kind == "yielded" and width >= 2:  # one that a pointer can find
-            title = f"{stretch.words()}, from {clock(stretch.begin)} for {stretch.lasted()}"
-            title = html.escape(printable(title))
-            titled += f'<path class="yielded" d="{mark}"><title>{title}</title></path>'
-        elif kind == "yielded" or width >= 0.5:
-            marks[kind] += mark
-    paths = "".join(f'<path class="{kind}" d="{mark}"/>' for kind, mark in marks.items() if mark)
-    return ('<svg viewBox="0 0 1000 1" preserveAspectRatio="none" role="img" aria-label="time line'
-            f' of the states below">{paths}{titled}</svg>')
+    layers: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for entry in line:
+        layers[entry.kind].append(drawn(entry, scale))
+    marks = "".join(f'<g class="{kind}">{"".join(paths)}</g>' for kind, paths in layers.items())
+    return (f'<svg viewBox="{(start - BORN) * scale:.1f} 0 1000 1" preserveAspectRatio="none"'
+            f' role="img" aria-label="time line of the states below">{marks}</svg>')
 
 
 def table(heads: str, rows: Iterable[tuple[str, ...]]) -> str:
@@ -3407,8 +3418,7 @@ def table(heads: str, rows: Iterable[tuple[str, ...]]) -> str:
     return "<table><tr>" + "<tr>".join(lines) + "</table>"
 
 
-def child_section(child: Child, line: list[Stretch], start: float, end: float,
-                  now: float) -> str:
+def child_section(child: Child, line: list[Entry], start: float, end: float, now: float) -> str:
     facts = child_facts(child, now)
     said = [
         f"pid {facts['pid']}, {facts['in_flight']} in flight" if facts["pid"] else "",
@@ -3420,7 +3430,7 @@ def child_section(child: Child, line: list[Stretch], start: float, end: float,
     form = "%H:%M" if end - start <= 86400 else "%b %d"
     axis = "".join(f"<i>{clock(start + (end - start) * n / 4, form)}</i>" for n in range(5))
     return (
-        f'<section><h2><b class="{line[-1].entry.kind if line else "stopped"}">{child.name}</b>'
+        f'<section><h2><b class="{line[-1].kind if line else "stopped"}">{child.name}</b>'
         f" {child.state} for {spell(math.floor(now - child.since))}</h2>{lane(line, start, end)}"
         f'<div class="axis">{axis}</div><p>{" &middot; ".join(filter(None, said))}</section>'
     )
@@ -3431,7 +3441,7 @@ def overview_page(supervisor: Supervisor, now: float) -> Page:
     seen = supervisor.snapshot
     end = time.time()
     start = end - supervisor.config.history
-    lines = [(child, stretches(child.history, start, end)) for child in seen.children]
+    lines = [(child, shown(child.history, start, end)) for child in seen.children]
     vram = "<p>How much is in use cannot be read."
     if seen.total and seen.used is not None:
         vram = (f'<div class="bar"><i style="width:{100 * seen.used / seen.total:.1f}%"></i></div>'
@@ -3439,7 +3449,7 @@ def overview_page(supervisor: Supervisor, now: float) -> Page:
                 f" {gib(seen.total - seen.used)} free.")
     others = safe(named(seen.contenders)) if seen.contenders else "nobody"
     claims = f" Card lock: {safe(named(seen.claims))}." if seen.claims else ""
-    lately = sorted(((stretch, child.name) for child, line in lines for stretch in line[-16:]),
+    lately = sorted(((entry, child.name) for child, line in lines for entry in line[-16:]),
                     reverse=True)[:16]
     body = "".join((
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>mavgpud</title>'
@@ -3450,8 +3460,8 @@ def overview_page(supervisor: Supervisor, now: float) -> Page:
         f"<section><h2>VRAM</h2>{vram} Others on the card: {others}.{claims}</section>",
         *(child_section(child, line, start, end, now) for child, line in lines),
         "<section><h2>Lately</h2>", table("since,,for", (
-            (clock(stretch.begin), f'<b class="{stretch.entry.kind}"></b>{name} '
-             + safe(stretch.words()), stretch.lasted()) for stretch, name in lately
+            (since, f'<b class="{entry.kind}"></b>{name} {safe(what)}', lasted)
+            for entry, name in lately for since, what, lasted in [described(entry)]
         )),
         "</section><section><h2>Last yields</h2>", table("when,to,gone in,free in", (
             (clock(h.when, "%b %d %H:%M"), safe(h.to),

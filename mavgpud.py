@@ -3576,6 +3576,7 @@ def set_up_log() -> None:
         there = os.fstat(2)
     except OSError:  # it is closed, and whatever is opened next would be taken for it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.set_inheritable(2, True)  # it is not where `open` gave 2 itself
         there = os.fstat(2)
     handler = BackgroundLog()
     if os.environ.get("JOURNAL_STREAM") == f"{there.st_dev}:{there.st_ino}":

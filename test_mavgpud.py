@@ -5923,6 +5923,14 @@ class Status(TestCase):
         self.assertTrue(all(comm.isprintable() for comm in comms), comms)
         self.metrics(top)
 
+    def test_standard_error_is_closed(self) -> None:
+        """A child then has none, either, but not something of its own that it opens first."""
+        code = ("import os, runpy, sys; runpy.run_path(sys.argv[1])['set_up_log']();"
+                " os.execvp('readlink', ['readlink', '/proc/self/fd/2'])")
+        command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", code, PROGRAM]
+        said = subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout
+        self.assertEqual(said, b"/dev/null\n")
+
     def test_looking_does_not_wake_an_idle_model(self) -> None:
         top = self.supervisor(idle_timeout="60ms", idle_rest="never")
         top.wait_log("unloading it")

@@ -1447,7 +1447,7 @@ class Supervisor:
         self.watcher = Watcher(self)
         self.front: Front | None = None
         self.set_routes()
-        self.snapshot = snapshot(self, time.monotonic())
+        self.snapshot = Snapshot(self, time.monotonic())
 
     # What other threads may call, besides `wake`
 
@@ -1704,7 +1704,7 @@ class Supervisor:
             ready = f"{child.name} is ready"
             sentences.append(ready if child.state == READY else f"{child.name} not loaded: {words}")
         self.sentence = "; ".join(sentences)
-        self.snapshot = snapshot(self, now)
+        self.snapshot = Snapshot(self, now)
 
     def report(self, blind: str, why: Mapping[str, tuple[str, str]]) -> None:
         """Logs why nothing runs, if that is new. After `publish`, so that all say the same.
@@ -3103,13 +3103,11 @@ class Page(NamedTuple):
     status: int
     body: bytes
     kind: str
-    retry: int = 0  # seconds, for Retry-After
-    fields: tuple[str, ...] = ()  # more header fields
+    fields: tuple[str, ...] = ()  # more of the head
 
     def message(self, close: bool, head_only: bool) -> bytes:
         lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}",
                  f"Content-Type: {self.kind}", f"Content-Length: {len(self.body)}", *self.fields]
-        lines += [f"Retry-After: {self.retry}"] if self.retry else []
         lines += ["Connection: close"] if close else []
         head = "\r\n".join(lines) + "\r\n\r\n"
         return head.encode() + (b"" if head_only else self.body)
@@ -3121,8 +3119,9 @@ def trouble_object(status: int, what: str, kind: str) -> dict[str, Any]:
 
 
 def trouble_page(status: int, what: str, kind: str, retry: int = 0) -> Page:
-    return Page(status, json.dumps(trouble_object(status, what, kind)).encode(), "application/json",
-                retry)
+    """The same as a page; `retry` is in seconds."""
+    body = json.dumps(trouble_object(status, what, kind)).encode()
+    return Page(status, body, "application/json", (f"Retry-After: {retry}",) * bool(retry))
 
 
 HEALTHY = Page(200, b'{"status":"ok"}', "application/json")
@@ -3158,14 +3157,11 @@ def local_page(supervisor: Supervisor, method: bytes, path: bytes) -> Page | Non
     return page._replace(fields=(*page.fields, "Cache-Control: no-store"))
 
 
-KINDS = (STOPPED, "idle", LOADING, READY, "yielded")  # as they lie upon each other
-
-
 class Entry(NamedTuple):
     """A stretch of the time line of a child. Unix time."""
 
     begin: float
-    kind: str
+    kind: str  # ready, loading, yielded, idle or stopped
     who: str = ""  # has taken the card, or what keeps the child from running
     end: float = NEVER  # it goes on
 
@@ -3184,19 +3180,19 @@ def recorded(past: tuple[Entry, ...], new: Entry, oldest: float) -> tuple[Entry,
     return (*[entry for entry in ended if entry.end > oldest][1 - HISTORY_LIMIT :], new)
 
 
-YIELD_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # seconds
+# Seconds, as Prometheus writes them.
+YIELD_BOUNDS = ("0.05", "0.1", "0.2", "0.5", "1.0", "2.0", "5.0", "10.0", "30.0", "+Inf")
 
 
 class Yields(NamedTuple):
     """How long all yields so far took until the processes were gone."""
 
     seconds: float = 0.0
-    within: tuple[int, ...] = (0,) * (len(YIELD_BOUNDS) + 1)  # how many took no more than a bound
+    within: tuple[int, ...] = (0,) * len(YIELD_BOUNDS)  # how many took no more than a bound
 
     def plus(self, took: float) -> Yields:
-        bounds = (*YIELD_BOUNDS, NEVER)
-        return Yields(self.seconds + took,
-                      tuple(n + (took <= bound) for n, bound in zip(self.within, bounds)))
+        within = (n + (took <= float(bound)) for n, bound in zip(self.within, YIELD_BOUNDS))
+        return Yields(self.seconds + took, tuple(within))
 
 
 def in_flight(child: Child) -> int:
@@ -3223,33 +3219,24 @@ def child_facts(child: Child, now: float) -> dict[str, Any]:
     }
 
 
-class Snapshot(NamedTuple):
+class Snapshot:
     """What one pass has found and done.
 
     The pages show this and nothing else, so none of them needs a lock or can delay a poll.
     """
 
-    polled: float  # monotonic
-    when: float  # Unix time
-    sentence: str
-    device: str
-    total: int | None  # bytes of VRAM
-    used: int | None
-    contenders: tuple[Contender, ...]
-    claims: tuple[Contender, ...]
-    locked: bool | None  # whether we hold the card lock; None: there is none
-    streaks: Streaks
-    children: tuple[Child, ...]  # copies, as the pass has left them
-    handovers: tuple[Handover, ...]
-    yields: Yields
-
-
-def snapshot(s: Supervisor, now: float) -> Snapshot:
-    return Snapshot(
-        now, time.time(), s.sentence, s.card.drm_device, s.total, s.used, tuple(s.contenders),
-        tuple(s.claims), s.lock.held if s.lock.file else None, s.streaks,
-        tuple(map(copy.copy, s.children)), tuple(s.handovers), s.yields,
-    )
+    def __init__(self, s: Supervisor, now: float) -> None:
+        self.polled = now  # monotonic
+        self.when = time.time()  # Unix time
+        self.sentence = s.sentence
+        self.device = s.card.drm_device
+        self.total, self.used = s.total, s.used  # bytes of VRAM
+        self.contenders, self.claims = s.contenders, s.claims  # lists that no pass changes
+        self.locked = s.lock.held if s.lock.file else None  # None: there is no card lock
+        self.streaks = s.streaks
+        self.children = [copy.copy(child) for child in s.children]  # as the pass has left them
+        self.handovers = list(s.handovers)
+        self.yields = s.yields
 
 
 def people(contenders: Iterable[Contender]) -> list[dict[str, Any]]:
@@ -3290,41 +3277,38 @@ def metrics_page(supervisor: Supervisor, now: float) -> Page:
     seen = supervisor.snapshot
     lines: list[str] = []
 
-    def family(name: str, kind: str, what: str, *samples: tuple[str, float | None]) -> None:
+    def family(name: str, what: str, *samples: tuple[str, float | None], kind: str = "") -> None:
+        kind = kind or ("counter" if name.endswith("_total") else "gauge")
         lines.append(f"# HELP mavgpud_{name} {what}\n# TYPE mavgpud_{name} {kind}")
         lines.extend(f"mavgpud_{name}{label} {v:.15g}" for label, v in samples if v is not None)
 
-    def per_child(name: str, kind: str, what: str,
-                  value: Callable[[Child], float | None]) -> None:
-        family(name, kind, what, *((f'{{child="{c.name}"}}', value(c)) for c in seen.children))
+    def per_child(name: str, what: str, value: Callable[[Child], float | None]) -> None:
+        family(name, what, *((f'{{child="{c.name}"}}', value(c)) for c in seen.children))
 
-    family("info", "gauge", "The program.", (f'{{version="{VERSION}"}}', 1))
-    family("poll_age_seconds", "gauge", "Time since the last poll.", ("", now - seen.polled))
-    family("vram_size_bytes", "gauge", "VRAM of the card.", ("", seen.total))
-    family("vram_used_bytes", "gauge", "VRAM in use, by whomever.", ("", seen.used))
-    family("contenders", "gauge", "Processes of others on the card.", ("", len(seen.contenders)))
-    per_child("child_ready", "gauge", "Whether it may be sent requests.",
-              lambda c: int(c.state == READY))
-    per_child("child_in_flight", "gauge", "Requests in flight.", in_flight)
-    per_child("child_load_seconds", "gauge", "Time that the last load took.",
-              lambda c: c.load_seconds)
-    per_child("child_starts_total", "counter", "Starts.", lambda c: c.starts)
-    per_child("child_crashes_total", "counter", "Crashes and failed starts.", lambda c: c.crashes)
-    family("child_state_seconds_total", "counter", "Time spent in each state.", *(
+    family("info", "The program.", (f'{{version="{VERSION}"}}', 1))
+    family("poll_age_seconds", "Time since the last poll.", ("", now - seen.polled))
+    family("vram_size_bytes", "VRAM of the card.", ("", seen.total))
+    family("vram_used_bytes", "VRAM in use, by whomever.", ("", seen.used))
+    family("contenders", "Processes of others on the card.", ("", len(seen.contenders)))
+    per_child("child_ready", "Whether it may be sent requests.", lambda c: int(c.state == READY))
+    per_child("child_in_flight", "Requests in flight.", in_flight)
+    per_child("child_load_seconds", "Time that the last load took.", lambda c: c.load_seconds)
+    per_child("child_starts_total", "Starts.", lambda c: c.starts)
+    per_child("child_crashes_total", "Crashes and failed starts.", lambda c: c.crashes)
+    family("child_state_seconds_total", "Time spent in each state.", *(
         (f'{{child="{c.name}",state="{state}"}}',
          c.spent.get(state, 0.0) + (now - c.since if c.state == state else 0.0))
         for c in seen.children for state in (STOPPED, LOADING, READY, STOPPING, WEDGED)
     ))
     tallies = list(supervisor.front.tallies) if supervisor.front else []
-    family("requests_total", "counter", "Requests answered, by the class of the status.", *(
+    family("requests_total", "Requests answered, by the class of the status.", *(
         (f'{{code="{digit}xx"}}', sum(tally[digit] for tally in tallies)) for digit in range(1, 6)
     ))
     yields = seen.yields
-    family("yields_total", "counter", "Times that the card was yielded.", ("", yields.within[-1]))
-    family("yield_seconds", "histogram", "Time from the decision to yield until we were gone.",
-           *((f'_bucket{{le="{bound}"}}', n)
-             for bound, n in zip((*YIELD_BOUNDS, "+Inf"), yields.within)),
-           ("_sum", yields.seconds), ("_count", yields.within[-1]))
+    family("yields_total", "Times that the card was yielded.", ("", yields.within[-1]))
+    family("yield_seconds", "Time from the decision to yield until we were gone.",
+           *((f'_bucket{{le="{bound}"}}', n) for bound, n in zip(YIELD_BOUNDS, yields.within)),
+           ("_sum", yields.seconds), ("_count", yields.within[-1]), kind="histogram")
     return Page(200, ("\n".join(lines) + "\n").encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -3375,7 +3359,7 @@ def shown(history: tuple[Entry, ...], start: float, end: float) -> list[Entry]:
     return line
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)  # a page lists 16 of them
 def described(entry: Entry) -> tuple[str, str, str]:
     """Since when, what, and for how long."""
     what = "loaded" if entry.kind == READY else entry.kind
@@ -3404,7 +3388,7 @@ def drawn(entry: Entry, scale: float) -> str:
 def lane(line: list[Entry], start: float, end: float) -> str:
     """A time line as SVG, 1000 units wide. Yields are above the rest."""
     scale = 1000 / (end - start)
-    layers: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    layers: dict[str, list[str]] = {k: [] for k in (STOPPED, "idle", LOADING, READY, "yielded")}
     for entry in line:
         layers[entry.kind].append(drawn(entry, scale))
     marks = "".join(f'<g class="{kind}">{"".join(paths)}</g>' for kind, paths in layers.items())
@@ -3499,7 +3483,7 @@ class Systemd:
 
     def say(self, *lines: str) -> None:
         """Tells systemd, unless that would take waiting, which a poll must not."""
-        if not self.address:
+        if not self.address or not lines:
             return
         data = "\n".join(lines).encode("utf-8", "replace")
         try:
@@ -3512,17 +3496,14 @@ class Systemd:
 
     def pass_done(self, now: float, sentence: str, closing: bool) -> None:
         """The poll loop lives; and what it has to say."""
-        lines = []
+        lines = ["EXTEND_TIMEOUT_USEC=10000000"] if closing else []
         if now - self.last_sign >= self.interval / 2:
             lines.append("WATCHDOG=1")
             self.last_sign = now
         if sentence != self.status:
             lines.append("STATUS=" + sentence)
             self.status = sentence
-        if closing:
-            lines.append("EXTEND_TIMEOUT_USEC=10000000")
-        if lines:
-            self.say(*lines)
+        self.say(*lines)
 
 
 class Priority(logging.Formatter):
@@ -3530,8 +3511,7 @@ class Priority(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = {logging.INFO: 6, logging.WARNING: 4}.get(record.levelno, 3)
-        lines: list[str] = super().format(record).splitlines()
-        return "\n".join(f"<{level}>{line}" for line in lines)
+        return "\n".join(f"<{level}>{line}" for line in super().format(record).splitlines())
 
 
 class BackgroundLog(logging.Handler):

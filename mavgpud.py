@@ -1447,7 +1447,7 @@ class Supervisor:
         self.watcher = Watcher(self)
         self.front: Front | None = None
         self.set_routes()
-        self.snapshot = snapshot(self, time.monotonic())
+        self.snapshot = Snapshot(self, time.monotonic())
 
     # What other threads may call, besides `wake`
 
@@ -1704,7 +1704,7 @@ class Supervisor:
             ready = f"{child.name} is ready"
             sentences.append(ready if child.state == READY else f"{child.name} not loaded: {words}")
         self.sentence = "; ".join(sentences)
-        self.snapshot = snapshot(self, now)
+        self.snapshot = Snapshot(self, now)
 
     def report(self, blind: str, why: Mapping[str, tuple[str, str]]) -> None:
         """Logs why nothing runs, if that is new. After `publish`, so that all say the same.
@@ -3103,13 +3103,11 @@ class Page(NamedTuple):
     status: int
     body: bytes
     kind: str
-    retry: int = 0  # seconds, for Retry-After
-    fields: tuple[str, ...] = ()  # more header fields
+    fields: tuple[str, ...] = ()  # more of the head
 
     def message(self, close: bool, head_only: bool) -> bytes:
         lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}",
                  f"Content-Type: {self.kind}", f"Content-Length: {len(self.body)}", *self.fields]
-        lines += [f"Retry-After: {self.retry}"] if self.retry else []
         lines += ["Connection: close"] if close else []
         head = "\r\n".join(lines) + "\r\n\r\n"
         return head.encode() + (b"" if head_only else self.body)
@@ -3121,8 +3119,9 @@ def trouble_object(status: int, what: str, kind: str) -> dict[str, Any]:
 
 
 def trouble_page(status: int, what: str, kind: str, retry: int = 0) -> Page:
-    return Page(status, json.dumps(trouble_object(status, what, kind)).encode(), "application/json",
-                retry)
+    """The same as a page; `retry` is in seconds."""
+    body = json.dumps(trouble_object(status, what, kind)).encode()
+    return Page(status, body, "application/json", (f"Retry-After: {retry}",) * bool(retry))
 
 
 HEALTHY = Page(200, b'{"status":"ok"}', "application/json")
@@ -3159,38 +3158,41 @@ def local_page(supervisor: Supervisor, method: bytes, path: bytes) -> Page | Non
 
 
 class Entry(NamedTuple):
-    """A change in the time line of a child."""
+    """A stretch of the time line of a child. Unix time."""
 
-    when: float  # Unix time
+    begin: float
     kind: str  # ready, loading, yielded, idle or stopped
     who: str = ""  # has taken the card, or what keeps the child from running
+    end: float = NEVER  # it goes on
 
 
-HISTORY_LIMIT = 500  # entries per child: each costs the page a microsecond or two
+HISTORY_LIMIT = 500  # entries per child: each costs the page half a microsecond
 
 
 def recorded(past: tuple[Entry, ...], new: Entry, oldest: float) -> tuple[Entry, ...]:
     """A time line with one more entry if that is news, without what had ended before `oldest`."""
-    if past and past[-1][1:] == new[1:]:
+    if not past:
+        return (new,)
+    last = past[-1]
+    if (last.kind, last.who) == (new.kind, new.who):
         return past
-    ends = [entry.when for entry in past[1:]] + [new.when]
-    kept = [entry for entry, end in zip(past, ends) if end > oldest]
-    return (*kept[1 - HISTORY_LIMIT :], new)
+    ended = (*past[:-1], last._replace(end=new.begin))
+    return (*[entry for entry in ended if entry.end > oldest][1 - HISTORY_LIMIT :], new)
 
 
-YIELD_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # seconds
+# Seconds, as Prometheus writes them.
+YIELD_BOUNDS = ("0.05", "0.1", "0.2", "0.5", "1.0", "2.0", "5.0", "10.0", "30.0", "+Inf")
 
 
 class Yields(NamedTuple):
     """How long all yields so far took until the processes were gone."""
 
     seconds: float = 0.0
-    within: tuple[int, ...] = (0,) * (len(YIELD_BOUNDS) + 1)  # how many took no more than a bound
+    within: tuple[int, ...] = (0,) * len(YIELD_BOUNDS)  # how many took no more than a bound
 
     def plus(self, took: float) -> Yields:
-        bounds = (*YIELD_BOUNDS, NEVER)
-        return Yields(self.seconds + took,
-                      tuple(n + (took <= bound) for n, bound in zip(self.within, bounds)))
+        within = (n + (took <= float(bound)) for n, bound in zip(self.within, YIELD_BOUNDS))
+        return Yields(self.seconds + took, tuple(within))
 
 
 def in_flight(child: Child) -> int:
@@ -3217,33 +3219,24 @@ def child_facts(child: Child, now: float) -> dict[str, Any]:
     }
 
 
-class Snapshot(NamedTuple):
+class Snapshot:
     """What one pass has found and done.
 
     The pages show this and nothing else, so none of them needs a lock or can delay a poll.
     """
 
-    polled: float  # monotonic
-    when: float  # Unix time
-    sentence: str
-    device: str
-    total: int | None  # bytes of VRAM
-    used: int | None
-    contenders: tuple[Contender, ...]
-    claims: tuple[Contender, ...]
-    locked: bool | None  # whether we hold the card lock; None: there is none
-    streaks: Streaks
-    children: tuple[Child, ...]  # copies, as the pass has left them
-    handovers: tuple[Handover, ...]
-    yields: Yields
-
-
-def snapshot(s: Supervisor, now: float) -> Snapshot:
-    return Snapshot(
-        now, time.time(), s.sentence, s.card.drm_device, s.total, s.used, tuple(s.contenders),
-        tuple(s.claims), s.lock.held if s.lock.file else None, s.streaks,
-        tuple(map(copy.copy, s.children)), tuple(s.handovers), s.yields,
-    )
+    def __init__(self, s: Supervisor, now: float) -> None:
+        self.polled = now  # monotonic
+        self.when = time.time()  # Unix time
+        self.sentence = s.sentence
+        self.device = s.card.drm_device
+        self.total, self.used = s.total, s.used  # bytes of VRAM
+        self.contenders, self.claims = s.contenders, s.claims  # lists that no pass changes
+        self.locked = s.lock.held if s.lock.file else None  # None: there is no card lock
+        self.streaks = s.streaks
+        self.children = [copy.copy(child) for child in s.children]  # as the pass has left them
+        self.handovers = list(s.handovers)
+        self.yields = s.yields
 
 
 def people(contenders: Iterable[Contender]) -> list[dict[str, Any]]:
@@ -3284,41 +3277,38 @@ def metrics_page(supervisor: Supervisor, now: float) -> Page:
     seen = supervisor.snapshot
     lines: list[str] = []
 
-    def family(name: str, kind: str, what: str, *samples: tuple[str, float | None]) -> None:
+    def family(name: str, what: str, *samples: tuple[str, float | None], kind: str = "") -> None:
+        kind = kind or ("counter" if name.endswith("_total") else "gauge")
         lines.append(f"# HELP mavgpud_{name} {what}\n# TYPE mavgpud_{name} {kind}")
         lines.extend(f"mavgpud_{name}{label} {v:.15g}" for label, v in samples if v is not None)
 
-    def per_child(name: str, kind: str, what: str,
-                  value: Callable[[Child], float | None]) -> None:
-        family(name, kind, what, *((f'{{child="{c.name}"}}', value(c)) for c in seen.children))
+    def per_child(name: str, what: str, value: Callable[[Child], float | None]) -> None:
+        family(name, what, *((f'{{child="{c.name}"}}', value(c)) for c in seen.children))
 
-    family("info", "gauge", "The program.", (f'{{version="{VERSION}"}}', 1))
-    family("poll_age_seconds", "gauge", "Time since the last poll.", ("", now - seen.polled))
-    family("vram_size_bytes", "gauge", "VRAM of the card.", ("", seen.total))
-    family("vram_used_bytes", "gauge", "VRAM in use, by whomever.", ("", seen.used))
-    family("contenders", "gauge", "Processes of others on the card.", ("", len(seen.contenders)))
-    per_child("child_ready", "gauge", "Whether it may be sent requests.",
-              lambda c: int(c.state == READY))
-    per_child("child_in_flight", "gauge", "Requests in flight.", in_flight)
-    per_child("child_load_seconds", "gauge", "Time that the last load took.",
-              lambda c: c.load_seconds)
-    per_child("child_starts_total", "counter", "Starts.", lambda c: c.starts)
-    per_child("child_crashes_total", "counter", "Crashes and failed starts.", lambda c: c.crashes)
-    family("child_state_seconds_total", "counter", "Time spent in each state.", *(
+    family("info", "The program.", (f'{{version="{VERSION}"}}', 1))
+    family("poll_age_seconds", "Time since the last poll.", ("", now - seen.polled))
+    family("vram_size_bytes", "VRAM of the card.", ("", seen.total))
+    family("vram_used_bytes", "VRAM in use, by whomever.", ("", seen.used))
+    family("contenders", "Processes of others on the card.", ("", len(seen.contenders)))
+    per_child("child_ready", "Whether it may be sent requests.", lambda c: int(c.state == READY))
+    per_child("child_in_flight", "Requests in flight.", in_flight)
+    per_child("child_load_seconds", "Time that the last load took.", lambda c: c.load_seconds)
+    per_child("child_starts_total", "Starts.", lambda c: c.starts)
+    per_child("child_crashes_total", "Crashes and failed starts.", lambda c: c.crashes)
+    family("child_state_seconds_total", "Time spent in each state.", *(
         (f'{{child="{c.name}",state="{state}"}}',
          c.spent.get(state, 0.0) + (now - c.since if c.state == state else 0.0))
         for c in seen.children for state in (STOPPED, LOADING, READY, STOPPING, WEDGED)
     ))
     tallies = list(supervisor.front.tallies) if supervisor.front else []
-    family("requests_total", "counter", "Requests answered, by the class of the status.", *(
+    family("requests_total", "Requests answered, by the class of the status.", *(
         (f'{{code="{digit}xx"}}', sum(tally[digit] for tally in tallies)) for digit in range(1, 6)
     ))
     yields = seen.yields
-    family("yields_total", "counter", "Times that the card was yielded.", ("", yields.within[-1]))
-    family("yield_seconds", "histogram", "Time from the decision to yield until we were gone.",
-           *((f'_bucket{{le="{bound}"}}', n)
-             for bound, n in zip((*YIELD_BOUNDS, "+Inf"), yields.within)),
-           ("_sum", yields.seconds), ("_count", yields.within[-1]))
+    family("yields_total", "Times that the card was yielded.", ("", yields.within[-1]))
+    family("yield_seconds", "Time from the decision to yield until we were gone.",
+           *((f'_bucket{{le="{bound}"}}', n) for bound, n in zip(YIELD_BOUNDS, yields.within)),
+           ("_sum", yields.seconds), ("_count", yields.within[-1]), kind="histogram")
     return Page(200, ("\n".join(lines) + "\n").encode(), "text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -3360,45 +3350,50 @@ def clock(when: float, form: str = "%a %H:%M") -> str:
     return time.strftime(form, time.localtime(when))
 
 
-class Stretch(NamedTuple):
-    """A part of a time line that is shown. Unix time."""
-
-    begin: float
-    end: float
-    entry: Entry
-
-    def words(self) -> str:
-        kind, who = self.entry.kind, self.entry.who
-        joint = " to " if kind == "yielded" else ": "
-        return {READY: "loaded"}.get(kind, kind) + (joint + who if who else "")
-
-    def lasted(self) -> str:
-        seconds = max(0.0, self.end - self.begin)
-        return spell(seconds if seconds < 3600 else seconds // 60 * 60)
+def shown(history: tuple[Entry, ...], start: float, end: float) -> list[Entry]:
+    """The part of a time line that is shown."""
+    line = [entry for entry in history if entry.end > start]
+    if line:
+        line[0] = line[0]._replace(begin=max(line[0].begin, start))
+        line[-1] = line[-1]._replace(end=end)
+    return line
 
 
-def stretches(history: tuple[Entry, ...], start: float, end: float) -> list[Stretch]:
-    ends = [entry.when for entry in history[1:]] + [end]
-    return [Stretch(max(e.when, start), to, e) for e, to in zip(history, ends) if to > start]
+@functools.lru_cache(maxsize=64)  # a page lists 16 of them
+def described(entry: Entry) -> tuple[str, str, str]:
+    """Since when, what, and for how long."""
+    what = "loaded" if entry.kind == READY else entry.kind
+    if entry.who:
+        what += (" to " if entry.kind == "yielded" else ": ") + entry.who
+    seconds = max(0.0, entry.end - entry.begin)
+    lasted = spell(seconds if seconds < 3600 else seconds // 60 * 60)
+    return clock(entry.begin), what, lasted
 
 
-def lane(line: list[Stretch], start: float, end: float) -> str:
-    """A time line as SVG, 1000 units wide. However short, a yield is drawn, and above the rest."""
+BORN = time.time()  # where x is 0: the numbers of SVG have 32 bits, too few for Unix time
+
+
+@functools.lru_cache(maxsize=4 * HISTORY_LIMIT)  # what is over is drawn only once
+def drawn(entry: Entry, scale: float) -> str:
+    """A stretch as SVG. However short, a yield is drawn."""
+    width, title = (entry.end - entry.begin) * scale, ""
+    if entry.kind == "yielded" and width >= 2:  # one that a pointer can find
+        words = "{1}, from {0} for {2}".format(*described(entry))
+        title = f"<title>{html.escape(printable(words))}</title>"
+    elif entry.kind != "yielded" and width < 0.5:
+        return ""
+    return f'<path d="M{(entry.begin - BORN) * scale:.1f} .5h{max(width, 2):.1f}">{title}</path>'
+
+
+def lane(line: list[Entry], start: float, end: float) -> str:
+    """A time line as SVG, 1000 units wide. Yields are above the rest."""
     scale = 1000 / (end - start)
-    marks = dict.fromkeys((STOPPED, "idle", LOADING, READY, "yielded"), "")
-    titled = ""
-    for stretch in line:
-        kind, width = stretch.entry.kind, (stretch.end - stretch.begin) * scale
-        mark = f"M{(stretch.begin - start) * scale:.1f} .5h{max(width, 2):.1f}"
-        if kind == "yielded" and width >= 2:  # one that a pointer can find
-            title = f"{stretch.words()}, from {clock(stretch.begin)} for {stretch.lasted()}"
-            title = html.escape(printable(title))
-            titled += f'<path class="yielded" d="{mark}"><title>{title}</title></path>'
-        elif kind == "yielded" or width >= 0.5:
-            marks[kind] += mark
-    paths = "".join(f'<path class="{kind}" d="{mark}"/>' for kind, mark in marks.items() if mark)
-    return ('<svg viewBox="0 0 1000 1" preserveAspectRatio="none" role="img" aria-label="time line'
-            f' of the states below">{paths}{titled}</svg>')
+    layers: dict[str, list[str]] = {k: [] for k in (STOPPED, "idle", LOADING, READY, "yielded")}
+    for entry in line:
+        layers[entry.kind].append(drawn(entry, scale))
+    marks = "".join(f'<g class="{kind}">{"".join(paths)}</g>' for kind, paths in layers.items())
+    return (f'<svg viewBox="{(start - BORN) * scale:.1f} 0 1000 1" preserveAspectRatio="none"'
+            f' role="img" aria-label="time line of the states below">{marks}</svg>')
 
 
 def table(heads: str, rows: Iterable[tuple[str, ...]]) -> str:
@@ -3407,8 +3402,7 @@ def table(heads: str, rows: Iterable[tuple[str, ...]]) -> str:
     return "<table><tr>" + "<tr>".join(lines) + "</table>"
 
 
-def child_section(child: Child, line: list[Stretch], start: float, end: float,
-                  now: float) -> str:
+def child_section(child: Child, line: list[Entry], start: float, end: float, now: float) -> str:
     facts = child_facts(child, now)
     said = [
         f"pid {facts['pid']}, {facts['in_flight']} in flight" if facts["pid"] else "",
@@ -3420,7 +3414,7 @@ def child_section(child: Child, line: list[Stretch], start: float, end: float,
     form = "%H:%M" if end - start <= 86400 else "%b %d"
     axis = "".join(f"<i>{clock(start + (end - start) * n / 4, form)}</i>" for n in range(5))
     return (
-        f'<section><h2><b class="{line[-1].entry.kind if line else "stopped"}">{child.name}</b>'
+        f'<section><h2><b class="{line[-1].kind if line else "stopped"}">{child.name}</b>'
         f" {child.state} for {spell(math.floor(now - child.since))}</h2>{lane(line, start, end)}"
         f'<div class="axis">{axis}</div><p>{" &middot; ".join(filter(None, said))}</section>'
     )
@@ -3431,7 +3425,7 @@ def overview_page(supervisor: Supervisor, now: float) -> Page:
     seen = supervisor.snapshot
     end = time.time()
     start = end - supervisor.config.history
-    lines = [(child, stretches(child.history, start, end)) for child in seen.children]
+    lines = [(child, shown(child.history, start, end)) for child in seen.children]
     vram = "<p>How much is in use cannot be read."
     if seen.total and seen.used is not None:
         vram = (f'<div class="bar"><i style="width:{100 * seen.used / seen.total:.1f}%"></i></div>'
@@ -3439,7 +3433,7 @@ def overview_page(supervisor: Supervisor, now: float) -> Page:
                 f" {gib(seen.total - seen.used)} free.")
     others = safe(named(seen.contenders)) if seen.contenders else "nobody"
     claims = f" Card lock: {safe(named(seen.claims))}." if seen.claims else ""
-    lately = sorted(((stretch, child.name) for child, line in lines for stretch in line[-16:]),
+    lately = sorted(((entry, child.name) for child, line in lines for entry in line[-16:]),
                     reverse=True)[:16]
     body = "".join((
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>mavgpud</title>'
@@ -3450,8 +3444,8 @@ def overview_page(supervisor: Supervisor, now: float) -> Page:
         f"<section><h2>VRAM</h2>{vram} Others on the card: {others}.{claims}</section>",
         *(child_section(child, line, start, end, now) for child, line in lines),
         "<section><h2>Lately</h2>", table("since,,for", (
-            (clock(stretch.begin), f'<b class="{stretch.entry.kind}"></b>{name} '
-             + safe(stretch.words()), stretch.lasted()) for stretch, name in lately
+            (since, f'<b class="{entry.kind}"></b>{name} {safe(what)}', lasted)
+            for entry, name in lately for since, what, lasted in [described(entry)]
         )),
         "</section><section><h2>Last yields</h2>", table("when,to,gone in,free in", (
             (clock(h.when, "%b %d %H:%M"), safe(h.to),
@@ -3489,7 +3483,7 @@ class Systemd:
 
     def say(self, *lines: str) -> None:
         """Tells systemd, unless that would take waiting, which a poll must not."""
-        if not self.address:
+        if not self.address or not lines:
             return
         data = "\n".join(lines).encode("utf-8", "replace")
         try:
@@ -3502,17 +3496,14 @@ class Systemd:
 
     def pass_done(self, now: float, sentence: str, closing: bool) -> None:
         """The poll loop lives; and what it has to say."""
-        lines = []
+        lines = ["EXTEND_TIMEOUT_USEC=10000000"] if closing else []
         if now - self.last_sign >= self.interval / 2:
             lines.append("WATCHDOG=1")
             self.last_sign = now
         if sentence != self.status:
             lines.append("STATUS=" + sentence)
             self.status = sentence
-        if closing:
-            lines.append("EXTEND_TIMEOUT_USEC=10000000")
-        if lines:
-            self.say(*lines)
+        self.say(*lines)
 
 
 class Priority(logging.Formatter):
@@ -3520,8 +3511,7 @@ class Priority(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = {logging.INFO: 6, logging.WARNING: 4}.get(record.levelno, 3)
-        lines: list[str] = super().format(record).splitlines()
-        return "\n".join(f"<{level}>{line}" for line in lines)
+        return "\n".join(f"<{level}>{line}" for line in super().format(record).splitlines())
 
 
 class BackgroundLog(logging.Handler):
@@ -3566,6 +3556,7 @@ def set_up_log() -> None:
         there = os.fstat(2)
     except OSError:  # it is closed, and whatever is opened next would be taken for it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.set_inheritable(2, True)  # it is not where `open` gave 2 itself
         there = os.fstat(2)
     handler = BackgroundLog()
     if os.environ.get("JOURNAL_STREAM") == f"{there.st_dev}:{there.st_ino}":

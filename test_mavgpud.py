@@ -5658,11 +5658,19 @@ def read_metrics(text: str) -> dict[str, float]:
 class TimeLine(unittest.TestCase):
     """What is remembered of the past, and how it is drawn; without a process."""
 
-    def line(self, *entries: tuple[Any, ...], oldest: float = 0.0) -> Any:
+    def history(self, *entries: tuple[Any, ...], oldest: float = 0.0) -> Any:
         past: Any = ()
         for entry in entries:
             past = mavgpud.recorded(past, mavgpud.Entry(*entry), oldest)
-        return [tuple(entry) for entry in past]
+        self.assertEqual([entry.end for entry in past],
+                         [entry.begin for entry in past[1:]] + [mavgpud.NEVER])
+        return past
+
+    def line(self, *entries: tuple[Any, ...], oldest: float = 0.0) -> Any:
+        return [entry[:3] for entry in self.history(*entries, oldest=oldest)]
+
+    def lane(self, past: Any, start: float, end: float) -> str:
+        return str(mavgpud.lane(mavgpud.shown(past, start, end), start, end))
 
     def test_recorded(self) -> None:
         a, b, c = (1.0, "ready", ""), (2.0, "yielded", "job"), (3.0, "ready", "")
@@ -5675,29 +5683,52 @@ class TimeLine(unittest.TestCase):
         self.assertEqual(len(many), mavgpud.HISTORY_LIMIT)
         self.assertEqual(many[-1][2], "2999")
 
-    def test_stretches(self) -> None:
-        past = tuple(mavgpud.Entry(when, kind) for when, kind in (
-            (0.0, "stopped"), (10.0, "ready"), (50.0, "idle")
-        ))
+    def test_shown(self) -> None:
+        past = self.history((0.0, "stopped"), (10.0, "ready"), (50.0, "idle"))
         for what, start, end, expected in (
             ("all of it", 0.0, 60.0, [(0, 10), (10, 50), (50, 60)]),
             ("cut at the beginning", 20.0, 60.0, [(20, 50), (50, 60)]),
             ("the last goes on", 55.0, 99.0, [(55, 99)]),
         ):
             with self.subTest(what):
-                shown = mavgpud.stretches(past, start, end)
-                self.assertEqual([(s.begin, s.end) for s in shown], expected)
-        self.assertEqual(mavgpud.stretches((), 0.0, 1.0), [])
+                line = mavgpud.shown(past, start, end)
+                self.assertEqual([(entry.begin, entry.end) for entry in line], expected)
+        self.assertEqual(mavgpud.shown((), 0.0, 1.0), [])
 
     def test_a_short_yield_is_drawn(self) -> None:
-        past = (mavgpud.Entry(0.0, "ready"), mavgpud.Entry(500.0, "yielded", "<i>"),
-                mavgpud.Entry(500.1, "loading"), mavgpud.Entry(500.2, "ready"))
-        svg = mavgpud.lane(mavgpud.stretches(past, 0.0, 86400.0), 0.0, 86400.0)
-        self.assertIn('class="yielded"', svg)
-        near = mavgpud.lane(mavgpud.stretches(past, 499.0, 502.0), 499.0, 502.0)
-        self.assertRegex(near, "<title>yielded to &lt;i&gt;, from .* for 0.1s</title>")
-        self.assertNotIn('class="loading"', svg)
-        self.assertEqual(svg.count("<path"), svg.count("</path>") + svg.count("/>"))
+        past = self.history((0.0, "ready"), (500.0, "yielded", "<i>\u202e"), (500.1, "loading"),
+                            (500.2, "ready"))
+        svg = self.lane(past, 0.0, 86400.0)
+        self.assertRegex(svg, '<g class="yielded"><path d="M[-0-9.]+ .5h2.0"></path></g>')
+        self.assertIn('<g class="loading"></g>', svg)
+        near = self.lane(past, 499.0, 502.0)
+        self.assertRegex(near, "<title>yielded to &lt;i&gt;\ufffd, from .* for 0.1s</title>")
+
+    def test_where_it_is_drawn(self) -> None:
+        """In the same place of the picture at any time, though what is over is not drawn again."""
+        born = mavgpud.BORN + 1e6
+        past = self.history((born, "ready"), (born + 60, "yielded", "job"), (born + 90, "idle"))
+        for passed in (0, 7, 50):
+            svg = self.lane(past, born + passed, born + passed + 100)
+            left = float(svg.partition('viewBox="')[2].split()[0])
+            marks = re.findall(r'<g class="(\w+)"><path d="M([-0-9.]+) .5h([0-9.]+)">', svg)
+            expected = [("idle", 900 - 10 * passed, 100 + 10 * passed),
+                        ("ready", 0, 600 - 10 * passed), ("yielded", 600 - 10 * passed, 300)]
+            for (kind, begin, width), right in zip(marks, expected):
+                self.assertEqual((kind, round(float(begin) - left), round(float(width))), right)
+            self.assertEqual(len(marks), len(expected))
+
+    def test_a_long_history_is_drawn_once(self) -> None:
+        """A page at the bound would take milliseconds, in which no other thread of ours runs."""
+        day = 86400.0
+        kinds = ("loading", "ready", "yielded", "idle")
+        past = self.history(*((150.0 * n, kinds[n % 4], f"{n}") for n in range(600)))
+        self.assertEqual(len(past), mavgpud.HISTORY_LIMIT)
+        self.lane(past, 600 * 150 - day, 600 * 150.0)
+        before = mavgpud.drawn.cache_info().misses
+        for later in range(5, 50, 5):
+            self.lane(past, 600 * 150 + later - day, 600 * 150.0 + later)
+        self.assertLessEqual(mavgpud.drawn.cache_info().misses - before, 9 * 2, "first and last")
 
 
 class Status(TestCase):
@@ -5924,6 +5955,14 @@ class Status(TestCase):
         self.assertIn("<b>&amp;", comms)
         self.assertTrue(all(comm.isprintable() for comm in comms), comms)
         self.metrics(top)
+
+    def test_standard_error_is_closed(self) -> None:
+        """A child then has none, either, but not something of its own that it opens first."""
+        code = ("import os, runpy, sys; runpy.run_path(sys.argv[1])['set_up_log']();"
+                " os.execvp('readlink', ['readlink', '/proc/self/fd/2'])")
+        command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", code, PROGRAM]
+        said = subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout
+        self.assertEqual(said, b"/dev/null\n")
 
     def test_looking_does_not_wake_an_idle_model(self) -> None:
         top = self.supervisor(idle_timeout="60ms", idle_rest="never")

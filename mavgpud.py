@@ -3769,7 +3769,6 @@ def main() -> int:
         return Check(config).run()
 
     raise_limit(config.max_connections)
-    threading.stack_size(256 * 1024)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, children reap themselves
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda *_: None)  # the watcher reads them from the wake-up descriptor
@@ -3784,9 +3783,10 @@ def main() -> int:
         return 1
     log.info("listening on %s:%d, model %s", host, port, config.children[0].bin)
     supervisor.watcher.start()
-    in_background("accept", front.serve_forever)
     supervisor.systemd.say("READY=1")
-    supervisor.loop.start()
+    supervisor.loop.start()  # with a whole stack, for SIGHUP may have it read any file
+    threading.stack_size(256 * 1024)  # from here on: the front may need very many
+    in_background("accept", front.serve_forever)
     supervisor.loop.join()
     return supervisor.end()
 

@@ -2020,6 +2020,17 @@ class Signals(TestCase):
         self.assertEqual(top.get("/health").status, 200)
         self.assertTrue(alive(pid))
 
+    def test_reload_of_a_file_that_nests_deeply(self) -> None:
+        """The parser needs the poll loop's stack for it, as much as it likes to take."""
+        top = self.supervisor()
+        pid = top.ready()
+        Path(top.file).write_text("[" * 100000)
+        top.signal(signal.SIGHUP)
+        top.wait_log("nested too deeply$")
+        top.wait_log("has faults, so the old configuration stays in force$")
+        self.assertEqual(top.get("/health").status, 200)
+        self.assertTrue(alive(pid))
+
     def test_reload(self) -> None:
         """What has not changed its own command runs on."""
         other, more = self.child("other"), self.child("more")

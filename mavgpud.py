@@ -48,7 +48,6 @@ import functools
 import html
 import http.client
 import http.server
-import itertools
 import json
 import logging
 import math
@@ -3571,8 +3570,8 @@ class Check:
         self.permissions(card)
         self.addresses()
         self.lock()
-        print("it would work" if not self.faults else f"{self.faults} to change, see above")
-        return int(bool(self.faults))
+        print(f"{self.faults} to change, see above" if self.faults else "it would work")
+        return 1 if self.faults else 0
 
     def kfd(self, card: Card) -> None:
         try:
@@ -3598,30 +3597,31 @@ class Check:
             return
         try:
             pci = pci_address(folder)
+            held = describe_holders(pci)
         except Unknown:
-            pci = ""
-        name = product(folder)
-        self.say(f"card {folder}: {name or 'unknown'}, PCI {pci or 'address unknown'}")
-        self.say(f"VRAM {gib(total)}, {gib(used)} used, {gib(total - used)} free; held by "
-                 + (describe_holders(pci) if pci else "unknown"))
+            pci, held = "address unknown", "unknown"
+        free = total - used
+        self.say(f"card {folder}: {product(folder)}, PCI {pci}")
+        self.say(f"VRAM {gib(total)}, {gib(used)} used, {gib(free)} free; held by {held}")
         if re.search(r"/card\d+/", folder):
             self.say("cardN may be another card after the next boot; its PCI path never is")
-        needs = [(c.name, c.min_free_vram_bytes) for c in self.config.children]
-        for child, need in needs:
+        together = 0
+        for child in self.config.children:
+            need = child.min_free_vram_bytes
+            together += need
             if need > total:
-                self.fault(f"{child} needs {gib(need)} of VRAM, the card has {gib(total)}",
+                self.fault(f"{child.name} needs {gib(need)} of VRAM, the card has {gib(total)}",
                            "lower its min_free_vram_bytes")
-            elif need > total - used:
-                self.fault(f"{child} needs {gib(need)} of free VRAM, {gib(total - used)} are free"
-                           " now", "end what holds it, or lower its min_free_vram_bytes")
-        together = sum(need for _, need in needs)
-        if together > total and len(needs) > 1:
+            elif need > free:
+                self.fault(f"{child.name} needs {gib(need)} of free VRAM, {gib(free)} are free now",
+                           "end what holds it, or lower its min_free_vram_bytes")
+        if together > total and len(self.config.children) > 1:
             self.fault(f"all children together need {gib(together)}, the card has {gib(total)}",
                        "lower min_free_vram_bytes where a child does not need that much")
 
     def permissions(self, card: Card) -> None:
-        for node in ("/dev/kfd", *(f"/dev/dri/{n}" for n in sorted(listing("/dev/dri"))
-                                   if n.startswith("renderD"))):
+        render = sorted(n for n in listing("/dev/dri") if n.startswith("renderD"))
+        for node in ("/dev/kfd", *(f"/dev/dri/{n}" for n in render)):
             if not os.path.exists(node):
                 self.fault(f"{node} does not exist", "is amdgpu loaded?")
             elif not os.access(node, os.R_OK | os.W_OK):
@@ -3637,14 +3637,12 @@ class Check:
             self.fault("setpriv --pdeathsig does not work here", "install util-linux 2.34 or newer")
 
     def addresses(self) -> None:
-        listen = self.config.listen
-        if taken((listen[0] or "0.0.0.0", listen[1])):
-            self.fault(f"listen: port {listen[1]} is in use", "stop that program (or is mavgpud"
+        host, port = self.config.listen
+        if taken((host or "0.0.0.0", port)):
+            self.fault(f"listen: port {port} is in use", "stop that program (or is mavgpud"
                        " running already?), or choose another port")
         for child in self.config.children:
-            if not child.addr:
-                continue
-            host, port = child.addr
+            host, port = child.addr or ("", 0)
             if taken(child.addr):
                 self.fault(f"{child.name}: {host}:{port} is in use",
                            "stop that program (or is mavgpud running already?)")
@@ -3658,18 +3656,22 @@ class Check:
         if not file:
             self.say("no card_lock: jobs can only be seen coming, they cannot be waited for")
             return
+        lock = CardLock(file)
         try:
-            claims = CardLock(file).claims()
+            claims = lock.claims()
         except Unknown as trouble:
             self.fault(str(trouble), "create its folder, mode 0755, owned by this user (in the"
                        " unit: RuntimeDirectory=)")
             return
         whose = f"wanted or held by {named(claims)}" if claims else "free"
         self.say(f"card lock {file}: {whose}")
-        kind = file_system(file)
-        if kind not in ("tmpfs", "ramfs"):
-            self.fault(f"card_lock {file} is on {kind}", "put it below /run: other file systems may"
-                       " show other device numbers in /proc/locks")
+        there = os.fstat(lock.fd).st_dev
+        device = f" {os.major(there)}:{os.minor(there)} "
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+            on_tmpfs = any(device in m and re.search(" - (tmp|ram)fs ", m) for m in mounts)
+        if not on_tmpfs:
+            self.fault(f"card_lock {file} is not on a tmpfs", "put it below /run: other file"
+                       " systems may show other device numbers in /proc/locks")
 
 
 def bound_port(args: Iterable[str]) -> str:
@@ -3680,38 +3682,17 @@ def bound_port(args: Iterable[str]) -> str:
 
 
 def product(folder: str) -> str:
-    """A card's name by its PCI id, from the list of pciutils or hwdata; "" if it is not known."""
-    try:
-        wanted = slurp(folder + "/device").strip()[2:]
-    except OSError:
-        return ""
+    """A card's name by its PCI id, from the list of pciutils or hwdata, or "unknown"."""
     for file in ("/usr/share/misc/pci.ids", "/usr/share/hwdata/pci.ids"):
-        if os.path.exists(file):
-            with open(file, encoding="utf-8", errors="replace") as lines:
-                amd = itertools.dropwhile(lambda line: not line.startswith("1002 "), lines)
-                for line in itertools.islice(amd, 1, None):
-                    if line[:1] not in "\t#\n":
-                        break  # the next vendor
-                    if line.startswith(f"\t{wanted}  "):
-                        return line.split(None, 1)[1].strip()
-    return ""
-
-
-def file_system(file: str) -> str:
-    """The type of the file system that a file is on, by /proc/self/mounts."""
-    best = ("", "unknown")
-    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
-        lines = [line.split() for line in mounts]
-    for _, folder, kind, *_ in lines:
-        inside = os.path.realpath(file).startswith(folder.rstrip("/") + "/")
-        if inside and len(folder) >= len(best[0]):
-            best = (folder, kind)
-    return best[1]
+        with contextlib.suppress(OSError), open(file, encoding="utf-8", errors="replace") as ids:
+            device = re.escape(slurp(folder + "/device").strip()[2:])
+            amd = re.search(rf"^1002 .*\n(?:[\t#].*\n)*?\t{device}  (.*)", ids.read(), re.M)
+            if amd:
+                return amd[1]
+    return "unknown"
 
 
 # ---- main ----------------------------------------------------------------------------------------
-
-EX_CONFIG = 78  # sysexits.h; the unit does not restart after it
 
 
 def main() -> int:
@@ -3733,7 +3714,7 @@ def main() -> int:
     except ConfigError as error:
         for line in str(error).splitlines():
             log.error("%s", line)
-        return EX_CONFIG
+        return os.EX_CONFIG  # the unit does not restart after it
 
     if options.check:
         return Check(config).run()
@@ -3744,14 +3725,13 @@ def main() -> int:
         signal.signal(signum, lambda *_: None)  # the watcher reads them from the wake-up descriptor
 
     supervisor = Supervisor(options.config, config)
-    host, port = config.listen
+    listen = "{}:{}".format(*config.listen)
     try:
         front = supervisor.front = Front(supervisor)
     except OSError as error:
-        reason = error.strerror or str(error)
-        log.error("%s: listen: %s:%d cannot be bound: %s", options.config, host, port, reason)
+        log.error("%s: listen: %s cannot be bound: %s", options.config, listen, error.strerror)
         return 1
-    log.info("listening on %s:%d, model %s", host, port, config.children[0].bin)
+    log.info("listening on %s, model %s", listen, config.children[0].bin)
     supervisor.watcher.start()
     supervisor.systemd.say("READY=1")
     supervisor.loop.start()  # with a whole stack, for SIGHUP may have it read any file

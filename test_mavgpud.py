@@ -5550,7 +5550,7 @@ class Checking(TestCase):
             "listen": f"127.0.0.1:{free_port()}", "llama_bin": "true",
             "llama_addr": "127.0.0.1:8080", "kfd_root": self.machine.kfd,
             "drm_device": os.path.dirname(self.machine.used_file), "min_free_vram_bytes": GIB,
-            "card_lock": "/dev/shm/" + os.path.basename(self.machine.path("lock")), **config,
+            "card_lock": "/dev/shm/" + os.path.basename(self.machine.folder), **config,
         }
         file = self.machine.write("check.json", json.dumps(values))
         output = io.StringIO()

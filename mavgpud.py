@@ -48,7 +48,6 @@ import functools
 import html
 import http.client
 import http.server
-import itertools
 import json
 import logging
 import math
@@ -66,6 +65,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple, Union
 
@@ -155,7 +155,7 @@ class Config(NamedTuple):
 DURATION_PART = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)"
 UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
-Parser = Callable[[Any], Any]
+Keys = Mapping[str, tuple[Callable[[Any], Any], Any]]  # key: (parser, default as in a file)
 
 
 def must(fine: object, value: Any, what: str) -> None:
@@ -164,34 +164,24 @@ def must(fine: object, value: Any, what: str) -> None:
         raise ValueError(f"{json.dumps(value)} {what}")
 
 
-def duration(least: float = 0.0, never: bool = False) -> Parser:
-    """A parser for Go durations of at least `least` seconds, or "never" where that is allowed."""
-
-    def parse(value: Any) -> float:
-        if never and value == "never":
-            return NEVER
-        known = isinstance(value, str) and re.fullmatch(f"0|(?:{DURATION_PART})+", value, re.ASCII)
-        must(known, value, 'is not a duration such as "15m", "1h30m" or "300ms"'
-             + ' or "never"' * never)
-        parts = re.findall(DURATION_PART, value, re.ASCII)
-        seconds = sum(float(n) * UNITS[unit] for n, unit in parts)
-        must(seconds >= least, value, f"is too short, the least is {spell(least)}")
-        must(seconds < 1 << 32, value, "is longer than a century")
-        return seconds
-
-    return parse
+def duration(value: Any, least: float = 0.0, never: bool = False) -> float:
+    """A Go duration of at least `least` seconds, or "never" where that is allowed."""
+    if never and value == "never":
+        return NEVER
+    known = isinstance(value, str) and re.fullmatch(f"0|(?:{DURATION_PART})+", value, re.ASCII)
+    must(known, value, 'is not a duration such as "15m", "1h30m" or "300ms"'
+         + ' or "never"' * never)
+    seconds = sum(float(n) * UNITS[unit] for n, unit in re.findall(DURATION_PART, value, re.ASCII))
+    must(seconds >= least, value, f"is too short, the least is {spell(least)}")
+    must(seconds < 1 << 32, value, "is longer than a century")
+    return seconds
 
 
-def whole(least: int) -> Parser:
-    """A parser for whole numbers of at least `least`."""
-
-    def parse(value: Any) -> int:
-        must(type(value) is int, value, "is not a whole number")  # a bool is an int, too
-        must(value >= least, value, f"is too small, the least is {least}")
-        must(value < 1 << 63, value, "is too large")
-        return int(value)
-
-    return parse
+def whole(value: Any, least: int = 0) -> int:
+    must(type(value) is int, value, "is not a whole number")  # a bool is an int, too
+    must(value >= least, value, f"is too small, the least is {least}")
+    must(value < 1 << 63, value, "is too large")
+    return int(value)
 
 
 def text(value: Any) -> str:
@@ -201,10 +191,10 @@ def text(value: Any) -> str:
     return str(value)
 
 
-def texts(value: Any) -> tuple[str, ...]:
+def texts(value: Any, each: Callable[[Any], str] = text) -> tuple[str, ...]:
     """A list of strings; null is an empty one, as in Go."""
     must(isinstance(value, (list, type(None))), value, "is not a list of strings")
-    return tuple(map(text, value or ()))
+    return tuple(map(each, value or ()))
 
 
 def flag(value: Any) -> bool:
@@ -213,11 +203,10 @@ def flag(value: Any) -> bool:
 
 
 def environment(value: Any) -> dict[str, str]:
-    strings = isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
-    must(strings, value, "is not an object of strings")
+    must(isinstance(value, dict), value, "is not an object of strings")
     for key, item in value.items():
-        must(key and "=" not in key and "\0" not in key + item, key,
-             "cannot be the name of an environment variable")
+        must(text(key) and "=" not in key, key, "cannot be the name of an environment variable")
+        text(item)
     return dict(value)
 
 
@@ -227,42 +216,25 @@ def path(value: Any) -> str:
     return str(value)
 
 
-def paths(value: Any) -> tuple[str, ...]:
-    return tuple(map(path, texts(value)))
-
-
-def device(value: Any) -> str:
-    """The sysfs folder of a card, or "auto"."""
-    return "auto" if value == "auto" else path(value)
-
-
-def address(value: Any) -> Address:
-    """HOST:PORT, an IPv6 host in brackets."""
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|((?:[\w-]+\.?)*)):(\d{1,5})", text(value), re.A)
-    host, port = (match[1] or match[2], int(match[3])) if match else ("", 0)
+def address(value: Any, local: bool = False) -> Address:
+    """HOST:PORT, an IPv6 host in brackets; HOST may be left out, but not of a `local` one."""
+    match = re.fullmatch(r"(\[[\dA-Fa-f:.]+\]|(?:[\w-]+\.)*[\w-]*):(\d{1,5})", text(value), re.A)
+    host, port = (match[1].strip("[]"), int(match[2])) if match else ("", 0)
     must(1 <= port <= 65535, value, 'is not HOST:PORT, such as "127.0.0.1:8081"')
+    must(host or not local, value, f'lacks a host, such as "127.0.0.1{value}"')
     return (host, port)
-
-
-def local(value: Any) -> Address | None:
-    """An address with a host, or null for a child that serves nothing."""
-    if value is None:
-        return None
-    result = address(value)
-    must(result[0], value, f'lacks a host, such as "127.0.0.1{value}"')
-    return result
 
 
 def program(value: Any) -> str:
     """A program, by path or to be found in PATH, that we may execute."""
-    found = shutil.which(text(value)) if value else None
+    found = shutil.which(text(value))
     must(found, value, "is not a program that can be executed here")
     return str(found)
 
 
 def label(value: Any) -> str:
     """A child's name: it stands in URLs and in the log."""
-    must(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text(value), re.ASCII), value,
+    must(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text(value)), value,
          "is not a name of letters, digits, '.', '_' and '-'")
     return str(value)
 
@@ -275,142 +247,139 @@ def sequence(value: Any) -> list[Any]:
 
 REQUIRED = object()
 
-# key: (parser, default as it would stand in the file)
-TOP_KEYS: dict[str, tuple[Parser, Any]] = {
+TOP_KEYS: Keys = {
     "listen": (address, ":8080"),
-    "llama_addr": (local, "127.0.0.1:8081"),
+    "llama_addr": (partial(address, local=True), "127.0.0.1:8081"),
     "llama_bin": (program, REQUIRED),
     "llama_args": (texts, []),
     "kfd_root": (path, "/sys/class/kfd/kfd/proc"),
-    "drm_device": (device, "/sys/class/drm/card1/device"),
-    "poll": (duration(0.01), "1s"),
-    "idle_timeout": (duration(0.001), "15m"),
-    "idle_rest": (duration(never=True), "0s"),
-    "stop_grace": (duration(), "20s"),
-    "load_timeout": (duration(0.001), "10m"),
-    "min_free_vram_bytes": (whole(0), 15 * GIB),
-    "evict_after_polls": (whole(1), 2),
-    "start_after_polls": (whole(1), 5),
-    "wait_for_model": (duration(), "0s"),
+    "drm_device": (
+        lambda value: value if value == "auto" else path(value), "/sys/class/drm/card1/device"),
+    "poll": (partial(duration, least=0.01), "1s"),
+    "idle_timeout": (partial(duration, least=0.001), "15m"),
+    "idle_rest": (partial(duration, never=True), "0s"),
+    "stop_grace": (duration, "20s"),
+    "load_timeout": (partial(duration, least=0.001), "10m"),
+    "min_free_vram_bytes": (whole, 15 * GIB),
+    "evict_after_polls": (partial(whole, least=1), 2),
+    "start_after_polls": (partial(whole, least=1), 5),
+    "wait_for_model": (duration, "0s"),
     "passive_paths": (
-        paths, ["/metrics", "/slots", "/props", "/models", "/v1/models", "/v1/health"]),
+        partial(texts, each=path),
+        ["/metrics", "/slots", "/props", "/models", "/v1/models", "/v1/health"]),
     "ignore": (texts, ["amd-smi", "rocm-smi", "rocminfo", "rdcd", "gpuagent"]),
-    "unseen_vram_bytes": (whole(0), GIB),
+    "unseen_vram_bytes": (whole, GIB),
     "evict_unseen": (flag, False),
-    "card_lock": (lambda value: path(value) if value else text(value), ""),
-    "max_connections": (whole(1), 512),
-    "history": (duration(60), "24h"),
+    "card_lock": (lambda value: value if value == "" else path(value), ""),
+    "max_connections": (partial(whole, least=1), 512),
+    "history": (partial(duration, least=60), "24h"),
     "children": (sequence, []),
 }
-CHILD_KEYS: dict[str, tuple[Parser, Any]] = {
+# A child that does not say otherwise takes these from the top of the file.
+INHERITED = ("idle_timeout", "idle_rest", "stop_grace", "load_timeout")
+CHILD_KEYS: Keys = {
     "name": (label, REQUIRED),
     "bin": (program, REQUIRED),
     "args": (texts, []),
     "env": (environment, {}),
-    "addr": (local, None),
+    "addr": (lambda value: None if value is None else address(value, local=True), None),
     "health": (path, "/health"),
-    "routes": (paths, []),
-    "min_free_vram_bytes": (whole(0), 0),
+    "routes": (partial(texts, each=path), []),
+    "min_free_vram_bytes": (whole, 0),
+    **{key: TOP_KEYS[key] for key in INHERITED},
 }
-# A child that does not say otherwise takes these from the top of the file.
-INHERITED = ("idle_timeout", "idle_rest", "stop_grace", "load_timeout")
 
 
-class Faults:
-    """Collects everything that is wrong with one file, so that it can be said in one go."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.lines: list[str] = []
-
-    def add(self, key: str, what: str) -> None:
-        self.lines.append(f"{self.source}: {key}: {what}")
-
-    def table(self, given: Mapping[str, Any], keys: Mapping[str, tuple[Parser, Any]],
+def values_of(given: Mapping[str, Any], keys: Keys, faults: list[str],
               where: str = "") -> dict[str, Any]:
-        """The values of `keys` in `given`; a key with a fault is missing from the result."""
-        for key in given:
-            if key not in keys and not key.startswith("_"):
-                import difflib  # only a file with a fault pays for it
+    """The values of `keys` in `given`; a key with a fault is missing from the result."""
+    for key in given:
+        if key not in keys and not key.startswith("_"):
+            import difflib  # only a file with a fault pays for it
 
-                near = difflib.get_close_matches(key.lower(), keys, 1)
-                self.add(where + key, "unknown key" + (f", did you mean {near[0]}?" * bool(near)))
-        values = {}
-        for key, (parse, default) in keys.items():
-            value = given.get(key, default)
-            if value is REQUIRED:
-                self.add(where + key, "is required")
-                continue
-            try:
-                values[key] = parse(value)
-            except ValueError as fault:
-                self.add(where + key, str(fault))
-        return values
+            near = difflib.get_close_matches(key.lower(), keys, 1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            faults.append(f"{where}{key}: unknown key{hint}")
+    values = {}
+    for key, (parse, default) in keys.items():
+        value = given.get(key, default)
+        if value is REQUIRED:
+            faults.append(f"{where}{key}: is required")
+            continue
+        try:
+            values[key] = parse(value)
+        except ValueError as fault:
+            faults.append(f"{where}{key}: {fault}")
+    return values
 
 
 def load_config(source: str) -> Config:
     """Reads and checks the file; ConfigError names every fault in it, one per line."""
-    faults = Faults(source)
+    faults: list[str] = []
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for key, count in collections.Counter(key for key, _ in pairs).items():
             if count > 1 and not key.startswith("_"):
-                faults.add(key, f"stands {count} times, keep one of them")
+                faults.append(f"{key}: stands {count} times, keep one of them")
         return dict(pairs)
 
     try:
         with open(source, encoding="utf-8") as file:
-            given = json.load(file, object_pairs_hook=members)
+            config = checked(json.load(file, object_pairs_hook=members), faults)
     except OSError as error:
         raise ConfigError(f"{source}: {error.strerror}") from None
     except ValueError as error:  # JSON's and UTF-8's own say where
         raise ConfigError(f"{source}: not JSON: {error}") from None
-    except RecursionError:
+    except RecursionError:  # also where a fault is to show it
         raise ConfigError(f"{source}: not JSON that anyone means: nested too deeply") from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"{source}: not a JSON object")
+    if not config:
+        raise ConfigError("\n".join(f"{source}: {fault}" for fault in faults))
+    return config
 
-    top = faults.table(given, TOP_KEYS)
-    if "llama_addr" in top and top["llama_addr"] is None:
-        faults.add("llama_addr", "null is not HOST:PORT, llama is what the proxy is for")
-    inherited = {key: top.get(key) for key in INHERITED}
-    children: list[dict[str, Any]] = [{
-        **inherited, "name": "llama", "env": {}, "health": "/health", "routes": (),
-        "min_free_vram_bytes": top.get("min_free_vram_bytes"),
+
+def checked(given: Any, faults: list[str]) -> Config | None:
+    """What the file says, unless it has faults, which are added to `faults`."""
+    if not isinstance(given, dict):
+        faults.append("not a JSON object")
+        return None
+    top = values_of(given, TOP_KEYS, faults)
+    children: dict[str, dict[str, Any]] = {"llama_": {
+        "name": "llama", "env": {}, "health": "/health", "routes": (),
         **{key: top.get("llama_" + key) for key in ("bin", "args", "addr")},
-    }]
+        **{key: top.get(key) for key in ("min_free_vram_bytes", *INHERITED)},
+    }}
+    inherited = {key: given[key] for key in INHERITED if key in given and key in top}
     for index, item in enumerate(top.get("children", ())):
-        where = f"children[{index}]."
+        where = f"children[{index}]"
         if not isinstance(item, dict):
-            faults.add(where[:-1], f"{json.dumps(item)} is not an object")
+            faults.append(f"{where}: {json.dumps(item)} is not an object")
             continue
-        own = {key: (TOP_KEYS[key][0], item.get(key)) for key in INHERITED if key in item}
-        children.append({**inherited, **faults.table(item, {**CHILD_KEYS, **own}, where)})
-    check_children(faults, children, top.get("listen"))
-    if faults.lines:
-        raise ConfigError("\n".join(faults.lines))
-    top["children"] = tuple(ChildConfig(**child) for child in children)
+        where += "."
+        children[where] = values_of({**inherited, **item}, CHILD_KEYS, faults, where)
+    check_together(children, top.get("listen"), faults)
+    if faults:
+        return None
+    top["children"] = tuple(ChildConfig(**child) for child in children.values())
     return Config(**{key: top[key] for key in Config._fields})
 
 
-def check_children(faults: Faults, children: list[dict[str, Any]], listen: Address | None) -> None:
+def check_together(children: Mapping[str, Mapping[str, Any]], listen: Address | None,
+                   faults: list[str]) -> None:
     """What no child can be asked alone: names, addresses and routes are each used once."""
-    seen: dict[tuple[str, Any], str] = {}
-    for index, child in enumerate(children):
-        where = f"children[{index - 1}]." if index else "llama_"
-        name, addr = child.get("name"), child.get("addr")
-        uses = [("name", name), ("addr", addr)] + [("routes", r) for r in child.get("routes", ())]
+    seen: dict[tuple[str, str], str] = {}
+    for where, child in children.items():
+        addr, routes = child.get("addr"), child.get("routes", ())
+        shown = addr and f"{addr[0]}:{addr[1]}"
+        uses = [("name", child.get("name")), ("addr", shown), *(("routes", r) for r in routes)]
         for key, value in uses:
-            if value is None:
-                continue
-            shown = f"{value[0]}:{value[1]}" if key == "addr" else str(value)
             if (key, value) in seen:
-                faults.add(where + key, f"{shown} is taken by {seen[key, value]}")
-            seen.setdefault((key, value), str(name))
-        if index and child.get("routes") and "addr" in child and addr is None:
-            faults.add(where + "routes", "need an addr to be proxied to")
+                faults.append(f"{where}{key}: {value} is taken by {seen[key, value]}")
+            elif value:
+                seen[key, value] = str(child.get("name"))
+        if routes and "addr" in child and not addr:
+            faults.append(f"{where}routes: need an addr to be proxied to")
         if addr and listen and addr[1] == listen[1] and listen[0] in ("", "0.0.0.0", "::", addr[0]):
-            faults.add(where + "addr", f"{addr[0]}:{addr[1]} is what listen has, use another port")
+            faults.append(f"{where}addr: {shown} is what listen has, use another port")
 
 
 # ---- the card ------------------------------------------------------------------------------------
@@ -3592,8 +3561,8 @@ class Check:
         self.permissions(card)
         self.addresses()
         self.lock()
-        print("it would work" if not self.faults else f"{self.faults} to change, see above")
-        return int(bool(self.faults))
+        print(f"{self.faults} to change, see above" if self.faults else "it would work")
+        return 1 if self.faults else 0
 
     def kfd(self, card: Card) -> None:
         try:
@@ -3619,30 +3588,31 @@ class Check:
             return
         try:
             pci = pci_address(folder)
+            held = describe_holders(pci)
         except Unknown:
-            pci = ""
-        name = product(folder)
-        self.say(f"card {folder}: {name or 'unknown'}, PCI {pci or 'address unknown'}")
-        self.say(f"VRAM {gib(total)}, {gib(used)} used, {gib(total - used)} free; held by "
-                 + (describe_holders(pci) if pci else "unknown"))
+            pci, held = "address unknown", "unknown"
+        free = total - used
+        self.say(f"card {folder}: {product(folder)}, PCI {pci}")
+        self.say(f"VRAM {gib(total)}, {gib(used)} used, {gib(free)} free; held by {held}")
         if re.search(r"/card\d+/", folder):
             self.say("cardN may be another card after the next boot; its PCI path never is")
-        needs = [(c.name, c.min_free_vram_bytes) for c in self.config.children]
-        for child, need in needs:
+        together = 0
+        for child in self.config.children:
+            need = child.min_free_vram_bytes
+            together += need
             if need > total:
-                self.fault(f"{child} needs {gib(need)} of VRAM, the card has {gib(total)}",
+                self.fault(f"{child.name} needs {gib(need)} of VRAM, the card has {gib(total)}",
                            "lower its min_free_vram_bytes")
-            elif need > total - used:
-                self.fault(f"{child} needs {gib(need)} of free VRAM, {gib(total - used)} are free"
-                           " now", "end what holds it, or lower its min_free_vram_bytes")
-        together = sum(need for _, need in needs)
-        if together > total and len(needs) > 1:
+            elif need > free:
+                self.fault(f"{child.name} needs {gib(need)} of free VRAM, {gib(free)} are free now",
+                           "end what holds it, or lower its min_free_vram_bytes")
+        if together > total and len(self.config.children) > 1:
             self.fault(f"all children together need {gib(together)}, the card has {gib(total)}",
                        "lower min_free_vram_bytes where a child does not need that much")
 
     def permissions(self, card: Card) -> None:
-        for node in ("/dev/kfd", *(f"/dev/dri/{n}" for n in sorted(listing("/dev/dri"))
-                                   if n.startswith("renderD"))):
+        render = sorted(n for n in listing("/dev/dri") if n.startswith("renderD"))
+        for node in ("/dev/kfd", *(f"/dev/dri/{n}" for n in render)):
             if not os.path.exists(node):
                 self.fault(f"{node} does not exist", "is amdgpu loaded?")
             elif not os.access(node, os.R_OK | os.W_OK):
@@ -3658,14 +3628,12 @@ class Check:
             self.fault("setpriv --pdeathsig does not work here", "install util-linux 2.34 or newer")
 
     def addresses(self) -> None:
-        listen = self.config.listen
-        if taken((listen[0] or "0.0.0.0", listen[1])):
-            self.fault(f"listen: port {listen[1]} is in use", "stop that program (or is mavgpud"
+        host, port = self.config.listen
+        if taken((host or "0.0.0.0", port)):
+            self.fault(f"listen: port {port} is in use", "stop that program (or is mavgpud"
                        " running already?), or choose another port")
         for child in self.config.children:
-            if not child.addr:
-                continue
-            host, port = child.addr
+            host, port = child.addr or ("", 0)
             if taken(child.addr):
                 self.fault(f"{child.name}: {host}:{port} is in use",
                            "stop that program (or is mavgpud running already?)")
@@ -3679,18 +3647,22 @@ class Check:
         if not file:
             self.say("no card_lock: jobs can only be seen coming, they cannot be waited for")
             return
+        lock = CardLock(file)
         try:
-            claims = CardLock(file).claims()
+            claims = lock.claims()
         except Unknown as trouble:
             self.fault(str(trouble), "create its folder, mode 0755, owned by this user (in the"
                        " unit: RuntimeDirectory=)")
             return
         whose = f"wanted or held by {named(claims)}" if claims else "free"
         self.say(f"card lock {file}: {whose}")
-        kind = file_system(file)
-        if kind not in ("tmpfs", "ramfs"):
-            self.fault(f"card_lock {file} is on {kind}", "put it below /run: other file systems may"
-                       " show other device numbers in /proc/locks")
+        there = os.fstat(lock.fd).st_dev
+        device = f" {os.major(there)}:{os.minor(there)} "
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+            on_tmpfs = any(device in m and re.search(" - (tmp|ram)fs ", m) for m in mounts)
+        if not on_tmpfs:
+            self.fault(f"card_lock {file} is not on a tmpfs", "put it below /run: other file"
+                       " systems may show other device numbers in /proc/locks")
 
 
 def bound_port(args: Iterable[str]) -> str:
@@ -3701,38 +3673,17 @@ def bound_port(args: Iterable[str]) -> str:
 
 
 def product(folder: str) -> str:
-    """A card's name by its PCI id, from the list of pciutils or hwdata; "" if it is not known."""
-    try:
-        wanted = slurp(folder + "/device").strip()[2:]
-    except OSError:
-        return ""
+    """A card's name by its PCI id, from the list of pciutils or hwdata, or "unknown"."""
     for file in ("/usr/share/misc/pci.ids", "/usr/share/hwdata/pci.ids"):
-        if os.path.exists(file):
-            with open(file, encoding="utf-8", errors="replace") as lines:
-                amd = itertools.dropwhile(lambda line: not line.startswith("1002 "), lines)
-                for line in itertools.islice(amd, 1, None):
-                    if line[:1] not in "\t#\n":
-                        break  # the next vendor
-                    if line.startswith(f"\t{wanted}  "):
-                        return line.split(None, 1)[1].strip()
-    return ""
-
-
-def file_system(file: str) -> str:
-    """The type of the file system that a file is on, by /proc/self/mounts."""
-    best = ("", "unknown")
-    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
-        lines = [line.split() for line in mounts]
-    for _, folder, kind, *_ in lines:
-        inside = os.path.realpath(file).startswith(folder.rstrip("/") + "/")
-        if inside and len(folder) >= len(best[0]):
-            best = (folder, kind)
-    return best[1]
+        with contextlib.suppress(OSError), open(file, encoding="utf-8", errors="replace") as ids:
+            device = re.escape(slurp(folder + "/device").strip()[2:])
+            amd = re.search(rf"^1002 .*\n(?:[\t#].*\n)*?\t{device}  (.*)", ids.read(), re.M)
+            if amd:
+                return amd[1]
+    return "unknown"
 
 
 # ---- main ----------------------------------------------------------------------------------------
-
-EX_CONFIG = 78  # sysexits.h; the unit does not restart after it
 
 
 def main() -> int:
@@ -3754,30 +3705,29 @@ def main() -> int:
     except ConfigError as error:
         for line in str(error).splitlines():
             log.error("%s", line)
-        return EX_CONFIG
+        return os.EX_CONFIG  # the unit does not restart after it
 
     if options.check:
         return Check(config).run()
 
     raise_limit(config.max_connections)
-    threading.stack_size(256 * 1024)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, children reap themselves
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda *_: None)  # the watcher reads them from the wake-up descriptor
 
     supervisor = Supervisor(options.config, config)
-    host, port = config.listen
+    listen = "{}:{}".format(*config.listen)
     try:
         front = supervisor.front = Front(supervisor)
     except OSError as error:
-        reason = error.strerror or str(error)
-        log.error("%s: listen: %s:%d cannot be bound: %s", options.config, host, port, reason)
+        log.error("%s: listen: %s cannot be bound: %s", options.config, listen, error.strerror)
         return 1
-    log.info("listening on %s:%d, model %s", host, port, config.children[0].bin)
+    log.info("listening on %s, model %s", listen, config.children[0].bin)
     supervisor.watcher.start()
-    in_background("accept", front.serve_forever)
     supervisor.systemd.say("READY=1")
-    supervisor.loop.start()
+    supervisor.loop.start()  # with a whole stack, for SIGHUP may have it read any file
+    threading.stack_size(256 * 1024)  # from here on: the front may need very many
+    in_background("accept", front.serve_forever)
     supervisor.loop.join()
     return supervisor.end()
 

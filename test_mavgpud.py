@@ -1115,6 +1115,7 @@ class Configuration(TestCase):
         for value in ("", "8080", ":", ":0", ":65536", "::1:80", "a b:80", ":80 ", 80, None):
             with self.subTest(value):
                 self.assertRegex(self.faults(listen=value)[0], "^listen: ")
+        self.assertRegex(self.faults(listen="a" * 10000)[0], "is not HOST:PORT")  # at once
         self.assertRegex(self.faults(llama_addr=":8081")[0], "^llama_addr: .* lacks a host")
 
     def test_types_and_ranges(self) -> None:
@@ -1156,7 +1157,10 @@ class Configuration(TestCase):
             ("on our own port", {"addr": "127.0.0.1:8080"}, r"addr: .*:8080 is what listen has"),
             ("a bad name", {"name": "a/b"}, r"name: "),
             ("a bad environment", {"env": {"A=": "1"}}, r"env: "),
+            ("no Unicode in it", {"env": {"A": "\ud800"}}, r"env: .* is not Unicode"),
+            ("not its strings", {"env": {"A": 1}}, r"env: 1 is not a string"),
             ("an unknown key", {"adr": "x"}, r"adr: unknown key, did you mean addr\?"),
+            ("one from the top", {"idle_tmeout": "1m"}, r"did you mean idle_timeout\?"),
             ("a bad duration", {"stop_grace": "x"}, r"^children\[0\]\.stop_grace: "),
         ):
             with self.subTest(what):
@@ -1164,7 +1168,11 @@ class Configuration(TestCase):
                 self.assertEqual(len(faults), 1, faults)
                 self.assertRegex(faults[0], pattern)
         self.assertRegex(self.faults(llama_addr="127.0.0.1:8080")[0], "is what listen has")
-        self.assertRegex(self.faults(children=[7])[0], r"^children\[0\]: 7 is not an object")
+        faults = self.faults(children=[7, {**child, "name": "llama"}])
+        self.assertRegex(faults[0], r"^children\[0\]: 7 is not an object")
+        self.assertRegex(faults[1], r"^children\[1\]\.name: llama is taken by llama")
+        faults = self.faults(stop_grace="x", children=[child])
+        self.assertEqual(len(faults), 1, faults)  # and not once more for the child
 
     def test_not_json(self) -> None:
         for content, pattern in (
@@ -1176,6 +1184,13 @@ class Configuration(TestCase):
         ):
             with self.subTest(content[:20]):
                 self.assertRegex("\n".join(self.faults(content)), pattern)
+
+    def test_a_fault_that_nests_too_deeply_to_be_shown(self) -> None:
+        limit = sys.getrecursionlimit()
+        for depth in range(limit - 100, limit):
+            nested = "[" * depth + "]" * depth
+            for content in (f'{{"poll": {nested}}}', f'{{"children": [{nested}]}}'):
+                self.faults(content)  # whatever it is called
 
     def test_exit_status_of_a_bad_file(self) -> None:
         for what, content, lines in (
@@ -2023,6 +2038,17 @@ class Signals(TestCase):
         for key in ("poll", "idle_timout", "llama_bin"):
             top.wait_log(rf"\.json: {key}: ")
         self.steady(top)
+        self.assertEqual(top.get("/health").status, 200)
+        self.assertTrue(alive(pid))
+
+    def test_reload_of_a_file_that_nests_deeply(self) -> None:
+        """The parser needs the poll loop's stack for it, as much as it likes to take."""
+        top = self.supervisor()
+        pid = top.ready()
+        Path(top.file).write_text("[" * 100000)
+        top.signal(signal.SIGHUP)
+        top.wait_log("nested too deeply$")
+        top.wait_log("has faults, so the old configuration stays in force$")
         self.assertEqual(top.get("/health").status, 200)
         self.assertTrue(alive(pid))
 
@@ -5557,7 +5583,7 @@ class Checking(TestCase):
             "listen": f"127.0.0.1:{free_port()}", "llama_bin": "true",
             "llama_addr": "127.0.0.1:8080", "kfd_root": self.machine.kfd,
             "drm_device": os.path.dirname(self.machine.used_file), "min_free_vram_bytes": GIB,
-            "card_lock": "/dev/shm/" + os.path.basename(self.machine.path("lock")), **config,
+            "card_lock": "/dev/shm/" + os.path.basename(self.machine.folder), **config,
         }
         file = self.machine.write("check.json", json.dumps(values))
         output = io.StringIO()
@@ -5797,7 +5823,7 @@ class Status(TestCase):
         self.assertEqual((child["starts"], child["crashes"], child["reason"]), (1, 0, None))
         self.assertEqual((facts["why_nothing_runs"], facts["lock"], facts["yields"]),
                          (None, None, []))
-        took = mavgpud.duration()(top.wait_log(r"is ready after (\S+) ")[1])
+        took = mavgpud.duration(top.wait_log(r"is ready after (\S+) ")[1])
         self.assertAlmostEqual(child["load_seconds"], took, delta=0.06)
         self.assertIn("llama is ready", self.page(top))
 
@@ -5829,7 +5855,7 @@ class Status(TestCase):
             self.assertGreaterEqual(facts["streaks"]["contended"], 2)
             self.assertEqual(facts["yields"][0]["to"], who)
             gone = facts["yields"][0]["gone_seconds"]
-            logged = mavgpud.duration()(top.wait_log(r"gone after (\S+)$")[1])
+            logged = mavgpud.duration(top.wait_log(r"gone after (\S+)$")[1])
             self.assertAlmostEqual(gone, logged, delta=0.06)
             self.assertGreaterEqual(facts["yields"][0]["free_seconds"], gone)
             self.assertEqual(len(top.logged("^llama not loaded: yielded")), 1)

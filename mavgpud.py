@@ -531,6 +531,8 @@ class Card:
     def __init__(self, kfd_root: str, drm_device: str, ignore: Iterable[str]) -> None:
         self.kfd_root = kfd_root
         self.drm_device = drm_device
+        self.auto = drm_device == "auto"
+        self.drm_names: list[str] | None = None  # what DRM had when the card was chosen
         self.ignore = tuple(ignore)
         self.has_kfd = True
         self.stale: dict[int, float] = {}  # dead pid -> since when, NEVER once that is said
@@ -541,12 +543,18 @@ class Card:
         self.generation: str | None = None  # of the topology that they were read from
 
     def device(self) -> str:
-        """The card's folder in sysfs. Unknown while there is no (single) such card."""
-        if self.drm_device == "auto":
+        """The card's folder in sysfs. Unknown while there is no (single) such card.
+
+        With "auto" it is chosen again whenever DRM has changed: the driver of an integrated GPU
+        may be there before that of the card.
+        """
+        names = listing(DRM) if self.auto else None
+        if names != self.drm_names:
             try:
                 self.drm_device = pick_card(DRM)
             except ConfigError as error:
                 raise Unknown(str(error)) from None
+            self.drm_names = names
         return self.drm_device
 
     def vram(self) -> tuple[int, int]:
@@ -733,17 +741,15 @@ def pick_card(drm: str) -> str:
     """The folder of the AMD card with the most VRAM below `drm` (/sys/class/drm).
 
     cardN changes from boot to boot and an integrated GPU may come first, so neither the name nor
-    the order counts. Unknown if there is none, ConfigError if two have equally much.
+    the order counts. Unknown if there is none or one cannot be read: its probe may not be over, and
+    it shows up in `drm` before it has its files. ConfigError if two have equally much.
     """
     cards: dict[str, int] = {}
     for name in listing(drm):
-        if re.fullmatch(r"card\d+", name, re.ASCII):
-            folder = os.path.realpath(f"{drm}/{name}/device")
-            try:
-                if slurp(folder + "/vendor").strip() == "0x1002":
-                    cards[folder] = number(folder + "/mem_info_vram_total")
-            except (OSError, Unknown):
-                continue  # not an amdgpu card
+        folder = os.path.realpath(f"{drm}/{name}/device")
+        driver = os.path.basename(os.path.realpath(folder + "/driver"))
+        if re.fullmatch("card[0-9]+", name) and driver == "amdgpu":
+            cards[folder] = number(folder + "/mem_info_vram_total")
     if not cards:
         raise Unknown(f"{drm} has no amdgpu card")
     most = max(cards.values())

@@ -4107,11 +4107,12 @@ class Sysfs:
         self.device = self.gpu(GRE, card, GRE_TOTAL, IDLE_USED)
         self.node(1, 4672, 768)
 
-    def gpu(self, address: str, card: str, total: int, used: int, vendor: str = "0x1002") -> str:
+    def gpu(self, address: str, card: str, total: int, used: int, driver: str = "amdgpu") -> str:
         """Adds a GPU; gives its folder by PCI address."""
         folder = f"{self.root}/devices/pci0000:00/0000:00:01.1/{address}"
-        put(folder + "/vendor", vendor + "\n")
-        put(folder + "/uevent", f"DRIVER=amdgpu\nPCI_ID=1002:744C\nPCI_SLOT_NAME={address}\n")
+        put(folder + "/vendor", "0x1002\n")
+        os.symlink("../../../../bus/pci/drivers/" + driver, folder + "/driver")
+        put(folder + "/uevent", f"DRIVER={driver}\nPCI_ID=1002:744C\nPCI_SLOT_NAME={address}\n")
         put(folder + "/mem_info_vram_total", f"{total}\n")
         put(folder + "/mem_info_vram_used", f"{used}\n")
         connector = f"{card}-DP-1"
@@ -4698,15 +4699,20 @@ class PickCard(CardCase):
         self.assertEqual([c.pid for c in card.contenders([])], [ours])
 
     def test_cards_of_others_do_not_count(self) -> None:
-        self.sys.gpu("0000:13:00.0", "card0", 2 * GRE_TOTAL, 0, vendor="0x10de")
-        os.makedirs(self.sys.drm + "/card7/device")  # a virtual one, without a vendor
+        self.sys.gpu("0000:13:00.0", "card0", 2 * GRE_TOTAL, 0, driver="radeon")
+        os.makedirs(self.sys.drm + "/card7/device")  # a virtual one, without a driver
         os.makedirs(self.sys.drm + "/card\u0661/device")
         self.assertEqual(self.program.pci_address(self.program.pick_card(self.sys.drm)), GRE)
 
     def test_none(self) -> None:
-        with self.os.fails(errno.EACCES, "/mem_info_vram_total"):
-            self.assert_unknown(self.sys.drm, self.program.pick_card, self.sys.drm)
+        os.unlink(self.sys.drm + "/card1")
+        self.assert_unknown(self.sys.drm, self.program.pick_card, self.sys.drm)
         self.assert_unknown("/nowhere", self.program.pick_card, "/nowhere")
+
+    def test_one_whose_size_cannot_be_read(self) -> None:
+        self.sys.gpu("0000:0d:00.0", "card2", 536870912, 27262976)
+        with self.os.fails(errno.EACCES, f"{GRE}/mem_info_vram_total"):
+            self.assert_unknown(GRE, self.program.pick_card, self.sys.drm)
 
     def test_auto_is_unknown_until_there_is_a_card(self) -> None:
         card = self.new_card("auto")
@@ -4714,6 +4720,23 @@ class PickCard(CardCase):
         self.assert_unknown("/nowhere", card.vram)
         self.program.DRM = self.sys.drm
         self.assertEqual(card.vram(), (GRE_TOTAL, IDLE_USED))
+
+    def test_auto_is_chosen_again_when_a_card_appears(self) -> None:
+        self.sys.gpu("0000:0d:00.0", "card2", 536870912, 27262976)
+        link, total = self.sys.drm + "/card1", self.sys.device + "/mem_info_vram_total"
+        os.rename(link, link + "~")
+        os.unlink(total)
+        self.program.DRM = self.sys.drm
+        card = self.new_card("auto")
+        self.assertEqual(card.vram(), (536870912, 27262976))
+        os.rename(link + "~", link)  # its files come a moment later, when its probe is over
+        self.assert_unknown("mem_info_vram_total", card.vram)
+        put(total, f"{GRE_TOTAL}\n")
+        self.assertEqual(card.vram(), (GRE_TOTAL, IDLE_USED))
+        self.os.opened.clear()
+        card.vram()
+        files = [f"{card.drm_device}/mem_info_vram_{which}" for which in ("total", "used")]
+        self.assertEqual(self.os.opened, [self.sys.drm, *files])  # it stays cheap
 
     def test_address_by_name_or_by_uevent(self) -> None:
         self.assertEqual(self.program.pci_address(self.sys.drm + "/card1/device"), GRE)

@@ -432,15 +432,13 @@ class Contender(NamedTuple):
 
     def __str__(self) -> str:
         held = f", {gib(self.vram)}" if self.vram else ""
-        return f"{printable(self.comm)} (pid {self.pid}{held})" if self.pid else self.comm
+        return f"{printable(self.comm)} (pid {self.pid}{held})"
 
 
 def printable(comm: str) -> str:
     """A name from outside, fit for a log line and a terminal: comm may hold any byte."""
-    if comm.isprintable():
-        return comm or "?"
     shown = comm.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown)
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown) or "?"
 
 
 def named(contenders: Iterable[Contender]) -> str:
@@ -465,7 +463,7 @@ def number(source: str) -> int:
         found = slurp(source).strip()
     except OSError as error:
         raise Unknown(f"{source}: {error.strerror}") from None
-    if not found.isascii() or not found.isdigit() or len(found) > 19:
+    if not re.fullmatch("[0-9]{1,19}", found):
         raise Unknown(f"{source} reads {found[:40]!r}, not a number")
     return int(found)
 
@@ -574,12 +572,11 @@ class Card:
         """
         try:
             names = os.listdir(self.kfd_root)
+            self.has_kfd = True
         except FileNotFoundError:
-            self.has_kfd = False
-            return []
+            names, self.has_kfd = [], False
         except OSError as error:
             raise Unknown(f"{self.kfd_root}: {error.strerror}") from None
-        self.has_kfd = True
         own = set(ours)
         found: dict[int, Contender] = {}
         dead = set()
@@ -588,35 +585,32 @@ class Card:
             if not match or int(match[1]) in found:
                 continue
             pid = int(match[1])
-            session = session_of(pid)
+            process = stat(pid)
+            session = process.session if process else session_of(pid)
             if session is None:
                 dead.add(pid)  # a stale entry: there have been kernels that never remove some
                 continue
-            if session in own:
+            if session in own or (self.unit and cgroup(pid) == self.unit):
                 continue
-            if self.unit and cgroup(pid) == self.unit:
-                continue
-            process = stat(pid)
             if process and process.dead:
                 continue  # its memory map is gone; what VRAM it held is on the way back
-            if not process and session_of(pid) is None:
-                continue  # it has ended just now
             comm = process.comm if process else "?"
             if any(fnmatch.fnmatchcase(comm, pattern) for pattern in self.ignore):
                 continue
-            if self.elsewhere(name):
-                continue
-            found[pid] = Contender(pid, comm)
+            if not self.elsewhere(name):
+                found[pid] = Contender(pid, comm)
         self.note_stale(dead)
         return list(found.values())
 
-    def note_stale(self, dead: set[int]) -> None:
+    def note_stale(self, dead: Iterable[int]) -> None:
         """Warns once about an entry that outlives its process, not about one on its way out."""
         now = time.monotonic()
-        self.stale = {pid: self.stale.get(pid, now) for pid in sorted(dead)}
-        for pid in [pid for pid, since in self.stale.items() if now - since > self.STALE_AFTER]:
-            log.warning("%s/%d has been left behind by a dead process, ignored", self.kfd_root, pid)
-            self.stale[pid] = NEVER
+        self.stale = {pid: self.stale.get(pid, now) for pid in dead}
+        for pid, since in self.stale.items():
+            if now - since > self.STALE_AFTER:
+                log.warning("%s/%d has been left behind by a dead process, ignored",
+                            self.kfd_root, pid)
+                self.stale[pid] = NEVER
 
     def elsewhere(self, name: str) -> bool:
         """Whether a KFD process is at work, and only on other GPUs than ours.
@@ -627,29 +621,21 @@ class Card:
         ours = self.our_gpu()
         if ours is None:
             return False
+        used: set[str] = set()  # the gpu_id of every GPU that it has queues or VRAM on
         try:
-            used = set(self.usage(name))
+            for folder in self.contexts(name):
+                items = os.listdir(folder)
+                used.update(item[5:] for item in items
+                            if item.startswith("vram_") and number(f"{folder}/{item}"))
+                for queue_id in os.listdir(folder + "/queues") if "queues" in items else ():
+                    try:
+                        used.add(slurp(f"{folder}/queues/{queue_id}/gpuid").strip())
+                    except OSError as error:
+                        if error.errno not in (errno.ENOENT, errno.ENODEV):
+                            raise  # else a queue that has just been destroyed
         except (OSError, Unknown):
             return False
-        return bool(used) and ours not in used
-
-    def usage(self, name: str) -> Iterator[str]:
-        """The gpu_id of every GPU that a KFD entry has queues or VRAM on."""
-        for folder in self.contexts(name):
-            items = os.listdir(folder)
-            for item in items:
-                if item.startswith("vram_") and number(f"{folder}/{item}"):
-                    yield item[5:]
-            for queue_id in os.listdir(folder + "/queues") if "queues" in items else ():
-                try:
-                    gpu = slurp(f"{folder}/queues/{queue_id}/gpuid").strip()
-                except OSError as error:
-                    if error.errno in (errno.ENOENT, errno.ENODEV):
-                        continue  # a queue that has just been destroyed
-                    raise
-                if gpu not in self.gpus.values():
-                    raise Unknown(f"{folder}: queue on {gpu!r}")
-                yield gpu
+        return bool(used) and used <= set(self.gpus.values()) - {ours}
 
     def contexts(self, name: str) -> list[str]:
         """A KFD entry's folder and those of its secondary contexts (kernel 6.19)."""
@@ -675,10 +661,8 @@ class Card:
                 log.warning("%s cannot be read (%s), so every process on the KFD counts as one on"
                             " our card", topology, error)
                 self.gpus = {}
-        if len(self.gpus) < 2:
-            return None
         try:
-            return self.gpus.get(pci_address(self.device()))
+            return self.gpus.get(pci_address(self.device())) if len(self.gpus) > 1 else None
         except Unknown:
             return None
 
@@ -715,8 +699,7 @@ def gpu_ids(topology: str) -> dict[str, str]:
         gpu = slurp(folder + "/gpu_id").strip()
         if gpu in ("", "0"):
             continue  # a CPU
-        pairs = (line.split() for line in slurp(folder + "/properties").splitlines())
-        values = {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+        values = dict(re.findall(r"^(\S+) (\S+)$", slurp(folder + "/properties"), re.M))
         place = int(values.get("location_id", "0"))
         bus = f"{int(values.get('domain', '0')):04x}:{place >> 8:02x}"
         found[f"{bus}:{place >> 3 & 31:02x}.{place & 7}"] = gpu
@@ -724,17 +707,14 @@ def gpu_ids(topology: str) -> dict[str, str]:
 
 
 def pci_address(folder: str) -> str:
-    """The PCI address of a card's folder in sysfs. Unknown if it does not show one."""
+    """The PCI address of a card's folder in sysfs. Unknown if it does not show one.
+
+    By the folder's real name: reading its uevent may have to wait for a driver's probe.
+    """
     address = os.path.basename(os.path.realpath(folder))
-    if re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", address):
-        return address
-    try:
-        match = re.search(r"^PCI_SLOT_NAME=(\S+)$", slurp(folder + "/uevent"), re.M)
-    except OSError as error:
-        raise Unknown(f"{folder}/uevent: {error.strerror}") from None
-    if not match:
+    if not re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", address):
         raise Unknown(f"{folder} shows no PCI address")
-    return match[1]
+    return address
 
 
 def pick_card(drm: str) -> str:
@@ -790,11 +770,12 @@ class Returning:
     def over(self, now: float, used: int | None, contended: bool) -> bool:
         """Whether the wait is over, by a new reading of used VRAM (None: unknown)."""
         if used is not None:
-            if used <= self.before + self.RESIDUE or (contended and used > self.low):
-                self.low = min(self.low, used)
+            if contended and used > self.low:
                 return True
             if used < self.low:
                 self.low, self.fell = used, now
+            if used <= self.before + self.RESIDUE:
+                return True
         falling = self.low < self.high or contended  # beside somebody else's, ours may not show
         return (falling and now - self.fell >= self.STILL) or self.late(now)
 

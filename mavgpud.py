@@ -786,6 +786,9 @@ class Returning:
 # ---- the card lock -------------------------------------------------------------------------------
 
 
+LOCKED = re.compile(r"FLOCK +\S+ +\S+ +([0-9]+) (\S+)")  # of /proc/locks: pid, file
+
+
 class CardLock:
     """The card as a lock: flock(1) on this file waits until the card is really free.
 
@@ -794,77 +797,63 @@ class CardLock:
     A lock ends with its holder, so none is ever stale.
     """
 
-    def __init__(self, file: str, outdated: Iterable[int] = ()) -> None:
-        self.file = file
-        self.fd = -1
+    def __init__(self, file: str) -> None:
+        self.file = file  # may be changed, "": off
+        # Descriptors: of the file, and before it of those that it has replaced. Whoever holds or
+        # awaits one of these still counts, and one that we hold is not let go before the card is
+        # free.
+        self.fds: list[int] = []
         self.held = False
-        # Descriptors of files that were replaced. Whoever holds or awaits one still counts, and
-        # one that we hold is not let go before the card is free.
-        self.outdated = list(outdated)
 
     def claims(self) -> list[Contender]:
         """Who else holds this lock or waits for it. Unknown if the file cannot be had."""
         try:
             self.open()
-            names = {lock_name(fd): fd for fd in (*self.outdated, self.fd)}
+            names = {lock_name(fd): fd for fd in self.fds}
             with open("/proc/locks", encoding="ascii", errors="replace") as table:
-                lines = [line.split() for line in table if any(name in line for name in names)]
+                locks = LOCKED.findall(table.read())
         except OSError as error:
             raise Unknown(f"card_lock {self.file}: {error.strerror}") from None
+        claims = [(int(pid), names[name]) for pid, name in locks if name in names]
         found = {}
-        in_use = set()
-        for words in lines:
-            if words[1] == "->":  # a waiter, blocked on the lock in the line above
-                del words[1]
-            pid = int(words[4])
-            if words[1] == "FLOCK" and words[5] in names:
-                in_use.add(names[words[5]])
-                if pid != os.getpid():
-                    process = stat(pid)
-                    found[pid] = Contender(pid, process.comm if process else "?")
-        for fd in set(self.outdated) - in_use:
-            self.outdated.remove(fd)
+        for pid, _ in claims:
+            if pid != os.getpid():
+                process = stat(pid)
+                found[pid] = Contender(pid, process.comm if process else "?")
+        for fd in set(self.fds[:-1]) - {fd for _, fd in claims}:
+            self.fds.remove(fd)
             os.close(fd)
         return list(found.values())
 
     def open(self) -> None:
         """Opens the file, again if it was replaced: a job locks the one that lies there now."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            there: os.stat_result | None = os.stat(self.file)
+            if self.fds and os.path.samestat(os.stat(self.file), os.fstat(self.fds[-1])):
+                return
+            fd = os.open(self.file, flags)
         except FileNotFoundError:
-            there = None
-        if self.fd < 0 or not there or not os.path.samestat(there, os.fstat(self.fd)):
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if there else os.O_CREAT)
-            fd = os.open(self.file, flags, 0o644)
-            if not there:
-                os.fchmod(fd, 0o644)  # whatever the umask: every user's jobs are to lock it
-            if self.fd >= 0:
-                self.outdated.append(self.fd)
-            self.fd, self.held = fd, False
+            fd = os.open(self.file, flags | os.O_CREAT, 0o644)
+            os.fchmod(fd, 0o644)  # whatever the umask: every user's jobs are to lock it
+        self.fds.append(fd)
+        self.held = False
 
     def take(self) -> bool:
         """Locks the card for us if it is free; False if somebody was faster."""
-        if not self.held:
-            try:
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return False
-            self.held = True
+        try:
+            fcntl.flock(self.fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        self.held = True
         return True
 
     def release(self) -> None:
         """Hands the card to whoever has waited longest."""
-        if self.held:
-            fcntl.flock(self.fd, fcntl.LOCK_UN)
-            self.held = False
-        for fd in self.outdated:
+        for fd in self.fds:
             fcntl.flock(fd, fcntl.LOCK_UN)
-        while self.outdated and not self.file:  # turned off: nobody asks for claims any more
-            os.close(self.outdated.pop())
-
-    def successor(self, file: str) -> CardLock:
-        """A lock on another file, which lets go of this one when the card is free."""
-        return CardLock(file, [*self.outdated, self.fd] if self.fd >= 0 else self.outdated)
+        self.held = False
+        while self.fds and not self.file:  # turned off: nobody asks for claims any more
+            os.close(self.fds.pop())
 
 
 def lock_name(fd: int) -> str:
@@ -882,16 +871,14 @@ def drm_clients(fdinfo: str, pci: str) -> Iterator[tuple[str, int]]:
     Documentation/gpu/drm-usage-stats.rst; resident-vram since Linux 6.13, before that its older
     name memory-vram. A number without a unit is bytes, which is how zero is printed.
     """
-    values = {}
-    for line in fdinfo.splitlines():
-        key, _, value = line.partition(":")
-        values[key.strip()] = value.split()
-    if values.get("drm-pdev") != [pci] or "drm-client-id" not in values:
+    values = dict(re.findall(r"^(drm-[a-z-]+):[ \t]*(.+)$", fdinfo, re.M))
+    if values.get("drm-pdev") != pci or "drm-client-id" not in values:
         return
-    amount = values.get("drm-resident-vram") or values.get("drm-memory-vram") or ["0"]
-    if amount[0].isascii() and amount[0].isdigit():
-        unit = {"KiB": 1024, "MiB": MIB, "GiB": GIB}.get(amount[1], 1) if amount[1:] else 1
-        yield " ".join(values["drm-client-id"]), int(amount[0]) * unit
+    amount = values.get("drm-resident-vram") or values.get("drm-memory-vram") or "0"
+    match = re.fullmatch("([0-9]+)(?: (KiB|MiB|GiB))?", amount)
+    if match:
+        unit = {"KiB": 1024, "MiB": MIB, "GiB": GIB}.get(match[2], 1)
+        yield values["drm-client-id"], int(match[1]) * unit
 
 
 def holders(pci: str, proc: str = "/proc", limit: float = 2.0) -> tuple[list[Contender], int]:
@@ -916,15 +903,12 @@ def holders(pci: str, proc: str = "/proc", limit: float = 2.0) -> tuple[list[Con
             continue
         except OSError:
             continue  # it has ended
-        total = 0
+        clients: dict[str, int] = {}
         for fd in infos:
-            try:
-                clients = list(drm_clients(slurp(f"{proc}/{name}/fdinfo/{fd}"), pci))
-            except OSError:
-                continue  # closed meanwhile
-            for client, vram in clients:
-                total += vram if client not in seen else 0
-                seen.add(client)
+            with contextlib.suppress(OSError):  # closed meanwhile
+                clients.update(drm_clients(slurp(f"{proc}/{name}/fdinfo/{fd}"), pci))
+        total = sum(vram for client, vram in clients.items() if client not in seen)
+        seen.update(clients)
         if total:
             try:
                 comm = slurp(f"{proc}/{name}/comm").rstrip("\n")
@@ -1793,7 +1777,7 @@ class Supervisor:
         if config.listen != old.listen:
             log.warning("listen has changed: that needs a restart of mavgpud")
         if config.card_lock != old.card_lock:
-            self.lock = self.lock.successor(config.card_lock)
+            self.lock.file = config.card_lock  # what is held is held until the card is free
         self.card = Card(config.kfd_root, config.drm_device, config.ignore)
         self.loop.interval = config.poll
         self.loop.due = min(self.loop.due, now + config.poll)

@@ -5294,7 +5294,7 @@ class Lock(LockCase):
         program.fcntl = Refusing
         lock = program.CardLock(self.lock)
         lock.open()
-        self.addCleanup(os.close, lock.fd)
+        self.addCleanup(os.close, lock.fds[0])
         self.assertFalse(lock.take())
 
 

@@ -415,8 +415,7 @@ def check_children(faults: Faults, children: list[dict[str, Any]], listen: Addre
 
 # ---- the card ------------------------------------------------------------------------------------
 
-
-DRM = "/sys/class/drm"
+DRM, PROC = "/sys/class/drm", "/proc"
 
 
 class Unknown(Exception):
@@ -485,11 +484,17 @@ class Stat(NamedTuple):
 
 
 def stat(pid: int) -> Stat | None:
-    """The process `pid`, or None if there is no such process that we may see."""
+    """The process `pid`, None if there is none. Of one that is hidden we know the session alone."""
     try:
-        content = slurp(f"/proc/{pid}/stat")
+        session = os.getsid(pid)
+    except (ProcessLookupError, OverflowError):
+        return None
+    except PermissionError:
+        session = 0  # a security module's doing; somebody is there
+    try:
+        content = slurp(f"{PROC}/{pid}/stat")
     except OSError:
-        return None  # gone, or hidden by hidepid; getsid(2) tells which where it matters
+        return Stat(pid, "?", "?", 0, session, 1)  # by hidepid, or it has ended just now
     # comm is in parentheses and may itself hold parentheses and spaces: the last one counts.
     head, _, rest = content.rpartition(")")
     fields = rest.split()
@@ -497,19 +502,9 @@ def stat(pid: int) -> Stat | None:
                 int(fields[17]))
 
 
-def session_of(pid: int) -> int | None:
-    """The session of a process, 0 if that may not be asked, None if there is no such process."""
-    try:
-        return os.getsid(pid)
-    except (ProcessLookupError, OverflowError):
-        return None
-    except PermissionError:
-        return 0  # a security module's doing; somebody is there
-
-
 def session_members(session: int) -> list[Stat]:
     """The live processes of a session. OSError if /proc cannot be read."""
-    found = (stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    found = (stat(int(name)) for name in os.listdir(PROC) if name.isdigit())
     return [p for p in found if p and p.session == session and not p.dead]
 
 
@@ -577,40 +572,32 @@ class Card:
             names, self.has_kfd = [], False
         except OSError as error:
             raise Unknown(f"{self.kfd_root}: {error.strerror}") from None
-        own = set(ours)
+        own, now = set(ours), time.monotonic()
         found: dict[int, Contender] = {}
-        dead = set()
+        stale: dict[int, float] = {}
         for name in names:
             match = KFD_NAME.fullmatch(name)
             if not match or int(match[1]) in found:
                 continue
             pid = int(match[1])
             process = stat(pid)
-            session = process.session if process else session_of(pid)
-            if session is None:
-                dead.add(pid)  # a stale entry: there have been kernels that never remove some
+            if not process:  # on its way out, or left behind: some kernels forget to remove it
+                stale[pid] = self.stale.get(pid, now)
+                if now - stale[pid] > self.STALE_AFTER:
+                    log.warning("%s/%s has been left behind by a dead process, ignored",
+                                self.kfd_root, name)
+                    stale[pid] = NEVER
                 continue
-            if session in own or (self.unit and cgroup(pid) == self.unit):
+            if process.session in own or (self.unit and cgroup(pid) == self.unit):
                 continue
-            if process and process.dead:
+            if process.dead:
                 continue  # its memory map is gone; what VRAM it held is on the way back
-            comm = process.comm if process else "?"
-            if any(fnmatch.fnmatchcase(comm, pattern) for pattern in self.ignore):
+            if any(fnmatch.fnmatchcase(process.comm, pattern) for pattern in self.ignore):
                 continue
             if not self.elsewhere(name):
-                found[pid] = Contender(pid, comm)
-        self.note_stale(dead)
+                found[pid] = Contender(pid, process.comm)
+        self.stale = stale
         return list(found.values())
-
-    def note_stale(self, dead: Iterable[int]) -> None:
-        """Warns once about an entry that outlives its process, not about one on its way out."""
-        now = time.monotonic()
-        self.stale = {pid: self.stale.get(pid, now) for pid in dead}
-        for pid, since in self.stale.items():
-            if now - since > self.STALE_AFTER:
-                log.warning("%s/%d has been left behind by a dead process, ignored",
-                            self.kfd_root, pid)
-                self.stale[pid] = NEVER
 
     def elsewhere(self, name: str) -> bool:
         """Whether a KFD process is at work, and only on other GPUs than ours.
@@ -743,7 +730,7 @@ def pick_card(drm: str) -> str:
 def cgroup(pid: int) -> str:
     """The v2 cgroup of a process, "" if it cannot be read or is the root."""
     try:
-        content = slurp(f"/proc/{pid}/cgroup")
+        content = slurp(f"{PROC}/{pid}/cgroup")
     except OSError:
         return ""
     match = re.search(r"^0::(/.+)$", content, re.M)
@@ -785,7 +772,6 @@ class Returning:
 
 # ---- the card lock -------------------------------------------------------------------------------
 
-
 LOCKED = re.compile(r"FLOCK +\S+ +\S+ +([0-9]+) (\S+)")  # of /proc/locks: pid, file
 
 
@@ -818,7 +804,7 @@ class CardLock:
         found = {}
         for pid, _ in claims:
             if pid != os.getpid():
-                process = stat(pid)
+                process = stat(pid)  # it may have ended, and left the lock to another
                 found[pid] = Contender(pid, process.comm if process else "?")
         for fd in set(self.fds[:-1]) - {fd for _, fd in claims}:
             self.fds.remove(fd)
@@ -881,7 +867,7 @@ def drm_clients(fdinfo: str, pci: str) -> Iterator[tuple[str, int]]:
         yield values["drm-client-id"], int(match[1]) * unit
 
 
-def holders(pci: str, proc: str = "/proc", limit: float = 2.0) -> tuple[list[Contender], int]:
+def holders(pci: str, limit: float = 2.0) -> tuple[list[Contender], int]:
     """Who holds VRAM on card `pci`, most first, and how many processes could not be looked at.
 
     A client is counted once however many descriptors, also of other processes, lead to it. Takes
@@ -892,34 +878,29 @@ def holders(pci: str, proc: str = "/proc", limit: float = 2.0) -> tuple[list[Con
     seen: set[str] = set()
     found: list[Contender] = []
     closed = 0
-    for name in sorted(filter(str.isdigit, os.listdir(proc)), key=int):
+    for pid in sorted(int(name) for name in os.listdir(PROC) if name.isdigit()):
         if time.monotonic() > deadline:
             closed += 1
             continue
         try:
-            infos = os.listdir(f"{proc}/{name}/fdinfo")
-        except PermissionError:
-            closed += 1
+            infos = os.listdir(f"{PROC}/{pid}/fdinfo")
+        except OSError as error:
+            closed += isinstance(error, PermissionError)  # else it has ended
             continue
-        except OSError:
-            continue  # it has ended
         clients: dict[str, int] = {}
         for fd in infos:
             with contextlib.suppress(OSError):  # closed meanwhile
-                clients.update(drm_clients(slurp(f"{proc}/{name}/fdinfo/{fd}"), pci))
+                clients.update(drm_clients(slurp(f"{PROC}/{pid}/fdinfo/{fd}"), pci))
         total = sum(vram for client, vram in clients.items() if client not in seen)
         seen.update(clients)
-        if total:
-            try:
-                comm = slurp(f"{proc}/{name}/comm").rstrip("\n")
-            except OSError:
-                comm = "?"
-            found.append(Contender(int(name), comm, total))
+        process = stat(pid) if total else None
+        if process:
+            found.append(Contender(pid, process.comm, total))
     return sorted(found, key=lambda c: c.vram or 0, reverse=True), closed
 
 
-def describe_holders(pci: str, proc: str = "/proc") -> str:
-    found, closed = holders(pci, proc)
+def describe_holders(pci: str) -> str:
+    found, closed = holders(pci)
     more = f" and {len(found) - 8} more" if len(found) > 8 else ""
     hidden = f"; {closed} processes could not be looked at" if closed else ""
     return f"{named(found[:8]) or 'nobody that can be seen'}{more}{hidden}"

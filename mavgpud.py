@@ -687,17 +687,13 @@ def gpu_ids(topology: str) -> dict[str, str]:
         if gpu in ("", "0"):
             continue  # a CPU
         values = dict(re.findall(r"^(\S+) (\S+)$", slurp(folder + "/properties"), re.M))
-        place = int(values.get("location_id", "0"))
-        bus = f"{int(values.get('domain', '0')):04x}:{place >> 8:02x}"
-        found[f"{bus}:{place >> 3 & 31:02x}.{place & 7}"] = gpu
+        place, domain = int(values.get("location_id", 0)), int(values.get("domain", 0))
+        found[f"{domain:04x}:{place >> 8:02x}:{place >> 3 & 31:02x}.{place & 7}"] = gpu
     return found
 
 
 def pci_address(folder: str) -> str:
-    """The PCI address of a card's folder in sysfs. Unknown if it does not show one.
-
-    By the folder's real name: reading its uevent may have to wait for a driver's probe.
-    """
+    """The PCI address of a card's folder in sysfs. Unknown if it does not show one."""
     address = os.path.basename(os.path.realpath(folder))
     if not re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", address):
         raise Unknown(f"{folder} shows no PCI address")
@@ -784,10 +780,9 @@ class CardLock:
     """
 
     def __init__(self, file: str) -> None:
-        self.file = file  # may be changed, "": off
-        # Descriptors: of the file, and before it of those that it has replaced. Whoever holds or
-        # awaits one of these still counts, and one that we hold is not let go before the card is
-        # free.
+        self.file = file  # may be changed; "": off
+        # The file's descriptor is the last. Before it, those of files that it has replaced: their
+        # holders and waiters still count, and what we hold we let go when the card is free.
         self.fds: list[int] = []
         self.held = False
 
@@ -795,18 +790,18 @@ class CardLock:
         """Who else holds this lock or waits for it. Unknown if the file cannot be had."""
         try:
             self.open()
-            names = {lock_name(fd): fd for fd in self.fds}
+            names = {fd: lock_name(fd) for fd in self.fds}
             with open("/proc/locks", encoding="ascii", errors="replace") as table:
                 locks = LOCKED.findall(table.read())
         except OSError as error:
             raise Unknown(f"card_lock {self.file}: {error.strerror}") from None
-        claims = [(int(pid), names[name]) for pid, name in locks if name in names]
         found = {}
-        for pid, _ in claims:
+        for pid in [int(pid) for pid, name in locks if name in names.values()]:
             if pid != os.getpid():
                 process = stat(pid)  # it may have ended, and left the lock to another
                 found[pid] = Contender(pid, process.comm if process else "?")
-        for fd in set(self.fds[:-1]) - {fd for _, fd in claims}:
+        in_use = {name for _, name in locks}
+        for fd in [fd for fd in self.fds[:-1] if names[fd] not in in_use]:
             self.fds.remove(fd)
             os.close(fd)
         return list(found.values())
@@ -871,8 +866,7 @@ def holders(pci: str, limit: float = 2.0) -> tuple[list[Contender], int]:
     """Who holds VRAM on card `pci`, most first, and how many processes could not be looked at.
 
     A client is counted once however many descriptors, also of other processes, lead to it. Takes
-    about `limit` seconds at most. May be called from a thread that can wait: on old kernels one
-    read may hang behind a hung client.
+    about `limit` seconds, but on old kernels one read may hang behind a hung client.
     """
     deadline = time.monotonic() + limit
     seen: set[str] = set()
@@ -1757,8 +1751,7 @@ class Supervisor:
         old, self.config = self.config, config
         if config.listen != old.listen:
             log.warning("listen has changed: that needs a restart of mavgpud")
-        if config.card_lock != old.card_lock:
-            self.lock.file = config.card_lock  # what is held is held until the card is free
+        self.lock.file = config.card_lock  # another is let go of when the card is free
         self.card = Card(config.kfd_root, config.drm_device, config.ignore)
         self.loop.interval = config.poll
         self.loop.due = min(self.loop.due, now + config.poll)

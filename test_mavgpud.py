@@ -5159,6 +5159,16 @@ class Lock(LockCase):
         self.assert_starts(top, 1)
         self.assertEqual(self.job().found(), (GIB, 0))
 
+    def test_file_is_replaced_and_comes_back(self) -> None:
+        top = self.supervisor("--return", 0.3, *self.on_card())
+        top.ready()
+        os.rename(self.lock, self.lock + "~")
+        until(lambda: os.path.exists(self.lock) and self.holders() == [top.pid])
+        os.rename(self.lock + "~", self.lock)
+        passes(self.machine, 3)
+        self.assertEqual(self.holders(), [top.pid])
+        self.assertEqual(self.job().found(), (GIB, 0))
+
     def test_job_has_the_new_file(self) -> None:
         top = self.supervisor(*self.on_card())
         top.ready()
@@ -5332,6 +5342,15 @@ class LockReload(LockCase):
             passes(self.machine)
         top.ready(2)
         self.assertEqual(top.stop(), 0)
+
+    def test_off_and_on_again(self) -> None:
+        top = self.supervisor("--return", 0.3, *self.on_card())
+        top.ready()
+        top.reload(card_lock="")
+        job = self.job()
+        self.waiting(job)
+        top.reload(card_lock=self.lock)
+        self.assertEqual(job.found(), (GIB, 0))
 
     def test_to_a_file_that_cannot_be_had(self) -> None:
         top = self.supervisor(*self.on_card())

@@ -427,7 +427,7 @@ class Contender(NamedTuple):
 
     pid: int
     comm: str
-    vram: int | None = None
+    vram: int = 0
 
     def __str__(self) -> str:
         held = f", {gib(self.vram)}" if self.vram else ""
@@ -831,7 +831,8 @@ class CardLock:
     def release(self) -> None:
         """Hands the card to whoever has waited longest."""
         for fd in self.fds:
-            fcntl.flock(fd, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(fd, fcntl.LOCK_UN)
         self.held = False
         while self.fds and not self.file:  # turned off: nobody asks for claims any more
             os.close(self.fds.pop())
@@ -890,7 +891,7 @@ def holders(pci: str, limit: float = 2.0) -> tuple[list[Contender], int]:
         process = stat(pid) if total else None
         if process:
             found.append(Contender(pid, process.comm, total))
-    return sorted(found, key=lambda c: c.vram or 0, reverse=True), closed
+    return sorted(found, key=lambda c: c.vram, reverse=True), closed
 
 
 def describe_holders(pci: str) -> str:
@@ -1751,7 +1752,7 @@ class Supervisor:
         old, self.config = self.config, config
         if config.listen != old.listen:
             log.warning("listen has changed: that needs a restart of mavgpud")
-        self.lock.file = config.card_lock  # another is let go of when the card is free
+        self.lock.file = config.card_lock  # what is held stays so until the card is free
         self.card = Card(config.kfd_root, config.drm_device, config.ignore)
         self.loop.interval = config.poll
         self.loop.due = min(self.loop.due, now + config.poll)

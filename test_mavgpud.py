@@ -5307,6 +5307,7 @@ class Lock(LockCase):
         lock.open()
         self.addCleanup(os.close, lock.fds[0])
         self.assertFalse(lock.take())
+        lock.release()
 
 
 @unittest.skipUnless(os.path.exists("/proc/locks") and shutil.which("flock"), "needs flock(1)")

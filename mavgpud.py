@@ -384,8 +384,7 @@ def check_together(children: Mapping[str, Mapping[str, Any]], listen: Address | 
 
 # ---- the card ------------------------------------------------------------------------------------
 
-
-DRM = "/sys/class/drm"
+DRM, PROC = "/sys/class/drm", "/proc"
 
 
 class Unknown(Exception):
@@ -397,19 +396,17 @@ class Contender(NamedTuple):
 
     pid: int
     comm: str
-    vram: int | None = None
+    vram: int = 0
 
     def __str__(self) -> str:
         held = f", {gib(self.vram)}" if self.vram else ""
-        return f"{printable(self.comm)} (pid {self.pid}{held})" if self.pid else self.comm
+        return f"{printable(self.comm)} (pid {self.pid}{held})"
 
 
 def printable(comm: str) -> str:
     """A name from outside, fit for a log line and a terminal: comm may hold any byte."""
-    if comm.isprintable():
-        return comm or "?"
     shown = comm.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown)
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown) or "?"
 
 
 def named(contenders: Iterable[Contender]) -> str:
@@ -434,7 +431,7 @@ def number(source: str) -> int:
         found = slurp(source).strip()
     except OSError as error:
         raise Unknown(f"{source}: {error.strerror}") from None
-    if not found.isascii() or not found.isdigit() or len(found) > 19:
+    if not re.fullmatch("[0-9]{1,19}", found):
         raise Unknown(f"{source} reads {found[:40]!r}, not a number")
     return int(found)
 
@@ -456,11 +453,17 @@ class Stat(NamedTuple):
 
 
 def stat(pid: int) -> Stat | None:
-    """The process `pid`, or None if there is no such process that we may see."""
+    """The process `pid`, None if there is none. Of one that is hidden we know the session alone."""
     try:
-        content = slurp(f"/proc/{pid}/stat")
+        session = os.getsid(pid)
+    except (ProcessLookupError, OverflowError):
+        return None
+    except PermissionError:
+        session = 0  # a security module's doing; somebody is there
+    try:
+        content = slurp(f"{PROC}/{pid}/stat")
     except OSError:
-        return None  # gone, or hidden by hidepid; getsid(2) tells which where it matters
+        return Stat(pid, "?", "?", 0, session, 1)  # by hidepid, or it has ended just now
     # comm is in parentheses and may itself hold parentheses and spaces: the last one counts.
     head, _, rest = content.rpartition(")")
     fields = rest.split()
@@ -468,19 +471,9 @@ def stat(pid: int) -> Stat | None:
                 int(fields[17]))
 
 
-def session_of(pid: int) -> int | None:
-    """The session of a process, 0 if that may not be asked, None if there is no such process."""
-    try:
-        return os.getsid(pid)
-    except (ProcessLookupError, OverflowError):
-        return None
-    except PermissionError:
-        return 0  # a security module's doing; somebody is there
-
-
 def session_members(session: int) -> list[Stat]:
     """The live processes of a session. OSError if /proc cannot be read."""
-    found = (stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    found = (stat(int(name)) for name in os.listdir(PROC) if name.isdigit())
     return [p for p in found if p and p.session == session and not p.dead]
 
 
@@ -500,6 +493,8 @@ class Card:
     def __init__(self, kfd_root: str, drm_device: str, ignore: Iterable[str]) -> None:
         self.kfd_root = kfd_root
         self.drm_device = drm_device
+        self.auto = drm_device == "auto"
+        self.drm_names: list[str] | None = None  # what DRM had when the card was chosen
         self.ignore = tuple(ignore)
         self.has_kfd = True
         self.stale: dict[int, float] = {}  # dead pid -> since when, NEVER once that is said
@@ -510,12 +505,18 @@ class Card:
         self.generation: str | None = None  # of the topology that they were read from
 
     def device(self) -> str:
-        """The card's folder in sysfs. Unknown while there is no (single) such card."""
-        if self.drm_device == "auto":
+        """The card's folder in sysfs. Unknown while there is no (single) such card.
+
+        With "auto" it is chosen again whenever DRM has changed: the driver of an integrated GPU
+        may be there before that of the card.
+        """
+        names = listing(DRM) if self.auto else None
+        if names != self.drm_names:
             try:
                 self.drm_device = pick_card(DRM)
             except ConfigError as error:
                 raise Unknown(str(error)) from None
+            self.drm_names = names
         return self.drm_device
 
     def vram(self) -> tuple[int, int]:
@@ -535,49 +536,37 @@ class Card:
         """
         try:
             names = os.listdir(self.kfd_root)
+            self.has_kfd = True
         except FileNotFoundError:
-            self.has_kfd = False
-            return []
+            names, self.has_kfd = [], False
         except OSError as error:
             raise Unknown(f"{self.kfd_root}: {error.strerror}") from None
-        self.has_kfd = True
-        own = set(ours)
+        own, now = set(ours), time.monotonic()
         found: dict[int, Contender] = {}
-        dead = set()
+        stale: dict[int, float] = {}
         for name in names:
             match = KFD_NAME.fullmatch(name)
             if not match or int(match[1]) in found:
                 continue
             pid = int(match[1])
-            session = session_of(pid)
-            if session is None:
-                dead.add(pid)  # a stale entry: there have been kernels that never remove some
-                continue
-            if session in own:
-                continue
-            if self.unit and cgroup(pid) == self.unit:
-                continue
             process = stat(pid)
-            if process and process.dead:
+            if not process:  # on its way out, or left behind: some kernels forget to remove it
+                stale[pid] = self.stale.get(pid, now)
+                if now - stale[pid] > self.STALE_AFTER:
+                    log.warning("%s/%s has been left behind by a dead process, ignored",
+                                self.kfd_root, name)
+                    stale[pid] = NEVER
+                continue
+            if process.session in own or (self.unit and cgroup(pid) == self.unit):
+                continue
+            if process.dead:
                 continue  # its memory map is gone; what VRAM it held is on the way back
-            if not process and session_of(pid) is None:
-                continue  # it has ended just now
-            comm = process.comm if process else "?"
-            if any(fnmatch.fnmatchcase(comm, pattern) for pattern in self.ignore):
+            if any(fnmatch.fnmatchcase(process.comm, pattern) for pattern in self.ignore):
                 continue
-            if self.elsewhere(name):
-                continue
-            found[pid] = Contender(pid, comm)
-        self.note_stale(dead)
+            if not self.elsewhere(name):
+                found[pid] = Contender(pid, process.comm)
+        self.stale = stale
         return list(found.values())
-
-    def note_stale(self, dead: set[int]) -> None:
-        """Warns once about an entry that outlives its process, not about one on its way out."""
-        now = time.monotonic()
-        self.stale = {pid: self.stale.get(pid, now) for pid in sorted(dead)}
-        for pid in [pid for pid, since in self.stale.items() if now - since > self.STALE_AFTER]:
-            log.warning("%s/%d has been left behind by a dead process, ignored", self.kfd_root, pid)
-            self.stale[pid] = NEVER
 
     def elsewhere(self, name: str) -> bool:
         """Whether a KFD process is at work, and only on other GPUs than ours.
@@ -588,29 +577,21 @@ class Card:
         ours = self.our_gpu()
         if ours is None:
             return False
+        used: set[str] = set()  # the gpu_id of every GPU that it has queues or VRAM on
         try:
-            used = set(self.usage(name))
+            for folder in self.contexts(name):
+                items = os.listdir(folder)
+                used.update(item[5:] for item in items
+                            if item.startswith("vram_") and number(f"{folder}/{item}"))
+                for queue_id in os.listdir(folder + "/queues") if "queues" in items else ():
+                    try:
+                        used.add(slurp(f"{folder}/queues/{queue_id}/gpuid").strip())
+                    except OSError as error:
+                        if error.errno not in (errno.ENOENT, errno.ENODEV):
+                            raise  # else a queue that has just been destroyed
         except (OSError, Unknown):
             return False
-        return bool(used) and ours not in used
-
-    def usage(self, name: str) -> Iterator[str]:
-        """The gpu_id of every GPU that a KFD entry has queues or VRAM on."""
-        for folder in self.contexts(name):
-            items = os.listdir(folder)
-            for item in items:
-                if item.startswith("vram_") and number(f"{folder}/{item}"):
-                    yield item[5:]
-            for queue_id in os.listdir(folder + "/queues") if "queues" in items else ():
-                try:
-                    gpu = slurp(f"{folder}/queues/{queue_id}/gpuid").strip()
-                except OSError as error:
-                    if error.errno in (errno.ENOENT, errno.ENODEV):
-                        continue  # a queue that has just been destroyed
-                    raise
-                if gpu not in self.gpus.values():
-                    raise Unknown(f"{folder}: queue on {gpu!r}")
-                yield gpu
+        return bool(used) and used <= set(self.gpus.values()) - {ours}
 
     def contexts(self, name: str) -> list[str]:
         """A KFD entry's folder and those of its secondary contexts (kernel 6.19)."""
@@ -636,10 +617,8 @@ class Card:
                 log.warning("%s cannot be read (%s), so every process on the KFD counts as one on"
                             " our card", topology, error)
                 self.gpus = {}
-        if len(self.gpus) < 2:
-            return None
         try:
-            return self.gpus.get(pci_address(self.device()))
+            return self.gpus.get(pci_address(self.device())) if len(self.gpus) > 1 else None
         except Unknown:
             return None
 
@@ -676,43 +655,33 @@ def gpu_ids(topology: str) -> dict[str, str]:
         gpu = slurp(folder + "/gpu_id").strip()
         if gpu in ("", "0"):
             continue  # a CPU
-        pairs = (line.split() for line in slurp(folder + "/properties").splitlines())
-        values = {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
-        place = int(values.get("location_id", "0"))
-        bus = f"{int(values.get('domain', '0')):04x}:{place >> 8:02x}"
-        found[f"{bus}:{place >> 3 & 31:02x}.{place & 7}"] = gpu
+        values = dict(re.findall(r"^(\S+) (\S+)$", slurp(folder + "/properties"), re.M))
+        place, domain = int(values.get("location_id", 0)), int(values.get("domain", 0))
+        found[f"{domain:04x}:{place >> 8:02x}:{place >> 3 & 31:02x}.{place & 7}"] = gpu
     return found
 
 
 def pci_address(folder: str) -> str:
     """The PCI address of a card's folder in sysfs. Unknown if it does not show one."""
     address = os.path.basename(os.path.realpath(folder))
-    if re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", address):
-        return address
-    try:
-        match = re.search(r"^PCI_SLOT_NAME=(\S+)$", slurp(folder + "/uevent"), re.M)
-    except OSError as error:
-        raise Unknown(f"{folder}/uevent: {error.strerror}") from None
-    if not match:
+    if not re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", address):
         raise Unknown(f"{folder} shows no PCI address")
-    return match[1]
+    return address
 
 
 def pick_card(drm: str) -> str:
     """The folder of the AMD card with the most VRAM below `drm` (/sys/class/drm).
 
     cardN changes from boot to boot and an integrated GPU may come first, so neither the name nor
-    the order counts. Unknown if there is none, ConfigError if two have equally much.
+    the order counts. Unknown if there is none or one cannot be read: its probe may not be over, and
+    it shows up in `drm` before it has its files. ConfigError if two have equally much.
     """
     cards: dict[str, int] = {}
     for name in listing(drm):
-        if re.fullmatch(r"card\d+", name, re.ASCII):
-            folder = os.path.realpath(f"{drm}/{name}/device")
-            try:
-                if slurp(folder + "/vendor").strip() == "0x1002":
-                    cards[folder] = number(folder + "/mem_info_vram_total")
-            except (OSError, Unknown):
-                continue  # not an amdgpu card
+        folder = os.path.realpath(f"{drm}/{name}/device")
+        driver = os.path.basename(os.path.realpath(folder + "/driver"))
+        if re.fullmatch("card[0-9]+", name) and driver == "amdgpu":
+            cards[folder] = number(folder + "/mem_info_vram_total")
     if not cards:
         raise Unknown(f"{drm} has no amdgpu card")
     most = max(cards.values())
@@ -726,7 +695,7 @@ def pick_card(drm: str) -> str:
 def cgroup(pid: int) -> str:
     """The v2 cgroup of a process, "" if it cannot be read or is the root."""
     try:
-        content = slurp(f"/proc/{pid}/cgroup")
+        content = slurp(f"{PROC}/{pid}/cgroup")
     except OSError:
         return ""
     match = re.search(r"^0::(/.+)$", content, re.M)
@@ -753,11 +722,12 @@ class Returning:
     def over(self, now: float, used: int | None, contended: bool) -> bool:
         """Whether the wait is over, by a new reading of used VRAM (None: unknown)."""
         if used is not None:
-            if used <= self.before + self.RESIDUE or (contended and used > self.low):
-                self.low = min(self.low, used)
+            if contended and used > self.low:
                 return True
             if used < self.low:
                 self.low, self.fell = used, now
+            if used <= self.before + self.RESIDUE:
+                return True
         falling = self.low < self.high or contended  # beside somebody else's, ours may not show
         return (falling and now - self.fell >= self.STILL) or self.late(now)
 
@@ -766,6 +736,8 @@ class Returning:
 
 
 # ---- the card lock -------------------------------------------------------------------------------
+
+LOCKED = re.compile(r"FLOCK +\S+ +\S+ +([0-9]+) (\S+)")  # of /proc/locks: pid, file
 
 
 class CardLock:
@@ -776,77 +748,63 @@ class CardLock:
     A lock ends with its holder, so none is ever stale.
     """
 
-    def __init__(self, file: str, outdated: Iterable[int] = ()) -> None:
-        self.file = file
-        self.fd = -1
+    def __init__(self, file: str) -> None:
+        self.file = file  # may be changed; "": off
+        # The file's descriptor is the last. Before it, those of files that it has replaced: their
+        # holders and waiters still count, and what we hold we let go when the card is free.
+        self.fds: list[int] = []
         self.held = False
-        # Descriptors of files that were replaced. Whoever holds or awaits one still counts, and
-        # one that we hold is not let go before the card is free.
-        self.outdated = list(outdated)
 
     def claims(self) -> list[Contender]:
         """Who else holds this lock or waits for it. Unknown if the file cannot be had."""
         try:
             self.open()
-            names = {lock_name(fd): fd for fd in (*self.outdated, self.fd)}
+            names = {fd: lock_name(fd) for fd in self.fds}
             with open("/proc/locks", encoding="ascii", errors="replace") as table:
-                lines = [line.split() for line in table if any(name in line for name in names)]
+                locks = LOCKED.findall(table.read())
         except OSError as error:
             raise Unknown(f"card_lock {self.file}: {error.strerror}") from None
         found = {}
-        in_use = set()
-        for words in lines:
-            if words[1] == "->":  # a waiter, blocked on the lock in the line above
-                del words[1]
-            pid = int(words[4])
-            if words[1] == "FLOCK" and words[5] in names:
-                in_use.add(names[words[5]])
-                if pid != os.getpid():
-                    process = stat(pid)
-                    found[pid] = Contender(pid, process.comm if process else "?")
-        for fd in set(self.outdated) - in_use:
-            self.outdated.remove(fd)
+        for pid in [int(pid) for pid, name in locks if name in names.values()]:
+            if pid != os.getpid():
+                process = stat(pid)  # it may have ended, and left the lock to another
+                found[pid] = Contender(pid, process.comm if process else "?")
+        in_use = {name for _, name in locks}
+        for fd in [fd for fd in self.fds[:-1] if names[fd] not in in_use]:
+            self.fds.remove(fd)
             os.close(fd)
         return list(found.values())
 
     def open(self) -> None:
         """Opens the file, again if it was replaced: a job locks the one that lies there now."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            there: os.stat_result | None = os.stat(self.file)
+            if self.fds and os.path.samestat(os.stat(self.file), os.fstat(self.fds[-1])):
+                return
+            fd = os.open(self.file, flags)
         except FileNotFoundError:
-            there = None
-        if self.fd < 0 or not there or not os.path.samestat(there, os.fstat(self.fd)):
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if there else os.O_CREAT)
-            fd = os.open(self.file, flags, 0o644)
-            if not there:
-                os.fchmod(fd, 0o644)  # whatever the umask: every user's jobs are to lock it
-            if self.fd >= 0:
-                self.outdated.append(self.fd)
-            self.fd, self.held = fd, False
+            fd = os.open(self.file, flags | os.O_CREAT, 0o644)
+            os.fchmod(fd, 0o644)  # whatever the umask: every user's jobs are to lock it
+        self.fds.append(fd)
+        self.held = False
 
     def take(self) -> bool:
         """Locks the card for us if it is free; False if somebody was faster."""
-        if not self.held:
-            try:
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return False
-            self.held = True
+        try:
+            fcntl.flock(self.fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        self.held = True
         return True
 
     def release(self) -> None:
         """Hands the card to whoever has waited longest."""
-        if self.held:
-            fcntl.flock(self.fd, fcntl.LOCK_UN)
-            self.held = False
-        for fd in self.outdated:
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        while self.outdated and not self.file:  # turned off: nobody asks for claims any more
-            os.close(self.outdated.pop())
-
-    def successor(self, file: str) -> CardLock:
-        """A lock on another file, which lets go of this one when the card is free."""
-        return CardLock(file, [*self.outdated, self.fd] if self.fd >= 0 else self.outdated)
+        for fd in self.fds:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(fd, fcntl.LOCK_UN)
+        self.held = False
+        while self.fds and not self.file:  # turned off: nobody asks for claims any more
+            os.close(self.fds.pop())
 
 
 def lock_name(fd: int) -> str:
@@ -864,60 +822,49 @@ def drm_clients(fdinfo: str, pci: str) -> Iterator[tuple[str, int]]:
     Documentation/gpu/drm-usage-stats.rst; resident-vram since Linux 6.13, before that its older
     name memory-vram. A number without a unit is bytes, which is how zero is printed.
     """
-    values = {}
-    for line in fdinfo.splitlines():
-        key, _, value = line.partition(":")
-        values[key.strip()] = value.split()
-    if values.get("drm-pdev") != [pci] or "drm-client-id" not in values:
+    values = dict(re.findall(r"^(drm-[a-z-]+):[ \t]*(.+)$", fdinfo, re.M))
+    if values.get("drm-pdev") != pci or "drm-client-id" not in values:
         return
-    amount = values.get("drm-resident-vram") or values.get("drm-memory-vram") or ["0"]
-    if amount[0].isascii() and amount[0].isdigit():
-        unit = {"KiB": 1024, "MiB": MIB, "GiB": GIB}.get(amount[1], 1) if amount[1:] else 1
-        yield " ".join(values["drm-client-id"]), int(amount[0]) * unit
+    amount = values.get("drm-resident-vram") or values.get("drm-memory-vram") or "0"
+    match = re.fullmatch("([0-9]+)(?: (KiB|MiB|GiB))?", amount)
+    if match:
+        unit = {"KiB": 1024, "MiB": MIB, "GiB": GIB}.get(match[2], 1)
+        yield values["drm-client-id"], int(match[1]) * unit
 
 
-def holders(pci: str, proc: str = "/proc", limit: float = 2.0) -> tuple[list[Contender], int]:
+def holders(pci: str, limit: float = 2.0) -> tuple[list[Contender], int]:
     """Who holds VRAM on card `pci`, most first, and how many processes could not be looked at.
 
     A client is counted once however many descriptors, also of other processes, lead to it. Takes
-    about `limit` seconds at most. May be called from a thread that can wait: on old kernels one
-    read may hang behind a hung client.
+    about `limit` seconds, but on old kernels one read may hang behind a hung client.
     """
     deadline = time.monotonic() + limit
     seen: set[str] = set()
     found: list[Contender] = []
     closed = 0
-    for name in sorted(filter(str.isdigit, os.listdir(proc)), key=int):
+    for pid in sorted(int(name) for name in os.listdir(PROC) if name.isdigit()):
         if time.monotonic() > deadline:
             closed += 1
             continue
         try:
-            infos = os.listdir(f"{proc}/{name}/fdinfo")
-        except PermissionError:
-            closed += 1
+            infos = os.listdir(f"{PROC}/{pid}/fdinfo")
+        except OSError as error:
+            closed += isinstance(error, PermissionError)  # else it has ended
             continue
-        except OSError:
-            continue  # it has ended
-        total = 0
+        clients: dict[str, int] = {}
         for fd in infos:
-            try:
-                clients = list(drm_clients(slurp(f"{proc}/{name}/fdinfo/{fd}"), pci))
-            except OSError:
-                continue  # closed meanwhile
-            for client, vram in clients:
-                total += vram if client not in seen else 0
-                seen.add(client)
-        if total:
-            try:
-                comm = slurp(f"{proc}/{name}/comm").rstrip("\n")
-            except OSError:
-                comm = "?"
-            found.append(Contender(int(name), comm, total))
-    return sorted(found, key=lambda c: c.vram or 0, reverse=True), closed
+            with contextlib.suppress(OSError):  # closed meanwhile
+                clients.update(drm_clients(slurp(f"{PROC}/{pid}/fdinfo/{fd}"), pci))
+        total = sum(vram for client, vram in clients.items() if client not in seen)
+        seen.update(clients)
+        process = stat(pid) if total else None
+        if process:
+            found.append(Contender(pid, process.comm, total))
+    return sorted(found, key=lambda c: c.vram, reverse=True), closed
 
 
-def describe_holders(pci: str, proc: str = "/proc") -> str:
-    found, closed = holders(pci, proc)
+def describe_holders(pci: str) -> str:
+    found, closed = holders(pci)
     more = f" and {len(found) - 8} more" if len(found) > 8 else ""
     hidden = f"; {closed} processes could not be looked at" if closed else ""
     return f"{named(found[:8]) or 'nobody that can be seen'}{more}{hidden}"
@@ -1774,8 +1721,7 @@ class Supervisor:
         old, self.config = self.config, config
         if config.listen != old.listen:
             log.warning("listen has changed: that needs a restart of mavgpud")
-        if config.card_lock != old.card_lock:
-            self.lock = self.lock.successor(config.card_lock)
+        self.lock.file = config.card_lock  # what is held stays so until the card is free
         self.card = Card(config.kfd_root, config.drm_device, config.ignore)
         self.loop.interval = config.poll
         self.loop.due = min(self.loop.due, now + config.poll)

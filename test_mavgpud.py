@@ -480,11 +480,11 @@ class Machine:
         self.kfd = self.path("kfd/proc")
         self.card = self.path("card")
         os.makedirs(self.kfd)
-        os.makedirs(self.card)
+        os.mkdir(self.path("0000:03:00.0"))
+        os.symlink("0000:03:00.0", self.card)
         self.used_file = self.path("card/mem_info_vram_used")
         self.used = used
         self.write("card/mem_info_vram_total", f"{total}\n")
-        self.write("card/uevent", "DRIVER=amdgpu\nPCI_SLOT_NAME=0000:03:00.0\n")
         self.jobs: list[Job] = []
 
     def path(self, name: str) -> str:
@@ -4129,13 +4129,12 @@ class Sysfs:
         self.device = self.gpu(GRE, card, GRE_TOTAL, IDLE_USED)
         self.node(1, 4672, 768)
 
-    def gpu(self, address: str, card: str, total: int, used: int, vendor: str = "0x1002") -> str:
+    def gpu(self, address: str, card: str, total: int, used: int, driver: str = "amdgpu") -> str:
         """Adds a GPU; gives its folder by PCI address."""
         folder = f"{self.root}/devices/pci0000:00/0000:00:01.1/{address}"
-        put(folder + "/vendor", vendor + "\n")
-        put(folder + "/uevent", f"DRIVER=amdgpu\nPCI_ID=1002:744C\nPCI_SLOT_NAME={address}\n")
         put(folder + "/mem_info_vram_total", f"{total}\n")
         put(folder + "/mem_info_vram_used", f"{used}\n")
+        os.symlink("../../../../bus/pci/drivers/" + driver, folder + "/driver")
         connector = f"{card}-DP-1"
         os.makedirs(f"{folder}/drm/{card}/{connector}")
         os.symlink("../..", f"{folder}/drm/{card}/device")
@@ -4323,7 +4322,7 @@ class Vram(CardCase):
     def test_unbound_driver_is_unknown(self) -> None:
         os.unlink(self.sys.device + "/mem_info_vram_used")
         self.assert_unknown("", self.card.vram)
-        card = self.new_card(self.sys.device + "/vendor")  # ENOTDIR
+        card = self.new_card(self.sys.device + "/mem_info_vram_total")  # ENOTDIR
         self.assert_unknown("", card.vram)
 
     def test_fifo_does_not_block(self) -> None:
@@ -4450,7 +4449,8 @@ class Contenders(CardCase):
                 error, self.sys.kfd, "list"
             ):
                 self.assert_unknown(os.strerror(error), self.card.contenders, [])
-        card = self.program.Card(self.sys.device + "/vendor", self.sys.device, ())  # ENOTDIR
+        file = self.sys.device + "/mem_info_vram_total"  # ENOTDIR
+        card = self.program.Card(file, self.sys.device, ())
         self.assert_unknown("", card.contenders, [])
 
     def test_no_permission_to_ask_means_somebody(self) -> None:
@@ -4720,15 +4720,20 @@ class PickCard(CardCase):
         self.assertEqual([c.pid for c in card.contenders([])], [ours])
 
     def test_cards_of_others_do_not_count(self) -> None:
-        self.sys.gpu("0000:13:00.0", "card0", 2 * GRE_TOTAL, 0, vendor="0x10de")
-        os.makedirs(self.sys.drm + "/card7/device")  # a virtual one, without a vendor
+        self.sys.gpu("0000:13:00.0", "card0", 2 * GRE_TOTAL, 0, driver="radeon")
+        os.makedirs(self.sys.drm + "/card7/device")  # a virtual one, without a driver
         os.makedirs(self.sys.drm + "/card\u0661/device")
         self.assertEqual(self.program.pci_address(self.program.pick_card(self.sys.drm)), GRE)
 
     def test_none(self) -> None:
-        with self.os.fails(errno.EACCES, "/mem_info_vram_total"):
-            self.assert_unknown(self.sys.drm, self.program.pick_card, self.sys.drm)
+        os.unlink(self.sys.drm + "/card1")
+        self.assert_unknown(self.sys.drm, self.program.pick_card, self.sys.drm)
         self.assert_unknown("/nowhere", self.program.pick_card, "/nowhere")
+
+    def test_one_whose_size_cannot_be_read(self) -> None:
+        self.sys.gpu("0000:0d:00.0", "card2", 536870912, 27262976)
+        with self.os.fails(errno.EACCES, f"{GRE}/mem_info_vram_total"):
+            self.assert_unknown(GRE, self.program.pick_card, self.sys.drm)
 
     def test_auto_is_unknown_until_there_is_a_card(self) -> None:
         card = self.new_card("auto")
@@ -4737,15 +4742,26 @@ class PickCard(CardCase):
         self.program.DRM = self.sys.drm
         self.assertEqual(card.vram(), (GRE_TOTAL, IDLE_USED))
 
-    def test_address_by_name_or_by_uevent(self) -> None:
+    def test_auto_is_chosen_again_when_a_card_appears(self) -> None:
+        self.sys.gpu("0000:0d:00.0", "card2", 536870912, 27262976)
+        link, total = self.sys.drm + "/card1", self.sys.device + "/mem_info_vram_total"
+        os.rename(link, link + "~")
+        os.unlink(total)
+        self.program.DRM = self.sys.drm
+        card = self.new_card("auto")
+        self.assertEqual(card.vram(), (536870912, 27262976))
+        os.rename(link + "~", link)  # its files come a moment later, when its probe is over
+        self.assert_unknown("mem_info_vram_total", card.vram)
+        put(total, f"{GRE_TOTAL}\n")
+        self.assertEqual(card.vram(), (GRE_TOTAL, IDLE_USED))
+        self.os.opened.clear()
+        card.vram()
+        files = [f"{card.drm_device}/mem_info_vram_{which}" for which in ("total", "used")]
+        self.assertEqual(self.os.opened, [self.sys.drm, *files])  # it stays cheap
+
+    def test_address(self) -> None:
         self.assertEqual(self.program.pci_address(self.sys.drm + "/card1/device"), GRE)
-        copy = self.machine.folder + "/device"
-        put(copy + "/uevent", "DRIVER=amdgpu\nPCI_SLOT_NAME=0000:2f:00.1\nMODALIAS=x\n")
-        self.assertEqual(self.program.pci_address(copy), "0000:2f:00.1")
-        put(copy + "/uevent", "DRIVER=amdgpu\n")
-        self.assert_unknown(copy, self.program.pci_address, copy)
-        os.unlink(copy + "/uevent")
-        self.assert_unknown(copy, self.program.pci_address, copy)
+        self.assert_unknown(self.sys.drm, self.program.pci_address, self.sys.drm)
 
 
 class Returning(unittest.TestCase):
@@ -4799,14 +4815,15 @@ class Returning(unittest.TestCase):
 class DrmClients(CardCase):
     def setUp(self) -> None:
         super().setUp()
-        self.proc = self.machine.folder + "/proc"
+        self.program.PROC = self.machine.folder + "/proc"
+        self.os.getsid = lambda pid: pid  # type: ignore[method-assign]  # there are such processes
 
     def client(self, pid: int, fd: int, content: str, comm: str = "game") -> None:
-        put(f"{self.proc}/{pid}/comm", comm + "\n")
-        put(f"{self.proc}/{pid}/fdinfo/{fd}", content)
+        put(f"{self.program.PROC}/{pid}/stat", f"{pid} ({comm}) S 1 {pid} {pid}" + " 0" * 14)
+        put(f"{self.program.PROC}/{pid}/fdinfo/{fd}", content)
 
     def held(self) -> list[tuple[int, str, int]]:
-        found, _ = self.program.holders(GRE, self.proc)
+        found, _ = self.program.holders(GRE)
         return [(h.pid, h.comm, h.vram) for h in found]
 
     def test_one_fdinfo(self) -> None:
@@ -4855,12 +4872,12 @@ class DrmClients(CardCase):
         self.client(2300, 1, FDINFO, "keepassxc")
         self.client(2400, 1, FDINFO)
         self.client(2500, 1, FDINFO)
-        os.makedirs(self.proc + "/self")
+        os.makedirs(self.program.PROC + "/self")
         with self.os.fails(errno.EACCES, "/2300/fdinfo", "list"), self.os.fails(
             errno.ESRCH, "/2500/fdinfo", "list"
         ):
-            found, closed = self.program.holders(GRE, self.proc)
-            words = self.program.describe_holders(GRE, self.proc)
+            found, closed = self.program.holders(GRE)
+            words = self.program.describe_holders(GRE)
         self.assertEqual(([h.pid for h in found], closed), ([2400], 1))
         self.assertIn("game (pid 2400, 0.3 GiB)", words)
         self.assertIn("1 process", words)
@@ -4873,19 +4890,21 @@ class DrmClients(CardCase):
 
     def test_time_is_bounded(self) -> None:
         self.client(2101, 12, FDINFO)
-        found, closed = self.program.holders(GRE, self.proc, limit=-1.0)
+        found, closed = self.program.holders(GRE, limit=-1.0)
         self.assertEqual((found, closed), ([], 1))
 
     def test_words(self) -> None:
-        self.assertIn("nobody that can be seen", self.program.describe_holders(GRE, self.sys.root))
+        os.makedirs(self.program.PROC)
+        self.assertIn("nobody that can be seen", self.program.describe_holders(GRE))
         for pid in range(100, 112):
             client = FDINFO.replace("client-id:\t4", f"client-id:\t{pid}")
             self.client(pid, 1, client, "\x1b]0;evil")
-        words = self.program.describe_holders(GRE, self.proc)
+        words = self.program.describe_holders(GRE)
         self.assertTrue(words.isprintable(), words)
         self.assertIn("and 4 more", words)
 
     def test_real_proc(self) -> None:
+        self.program.PROC = "/proc"
         found, _ = self.program.holders("ffff:ff:1f.7")
         self.assertEqual(found, [])
 
@@ -5162,6 +5181,16 @@ class Lock(LockCase):
         self.assert_starts(top, 1)
         self.assertEqual(self.job().found(), (GIB, 0))
 
+    def test_file_is_replaced_and_comes_back(self) -> None:
+        top = self.supervisor("--return", 0.3, *self.on_card())
+        top.ready()
+        os.rename(self.lock, self.lock + "~")
+        until(lambda: os.path.exists(self.lock) and self.holders() == [top.pid])
+        os.rename(self.lock + "~", self.lock)
+        passes(self.machine, 3)
+        self.assertEqual(self.holders(), [top.pid])
+        self.assertEqual(self.job().found(), (GIB, 0))
+
     def test_job_has_the_new_file(self) -> None:
         top = self.supervisor(*self.on_card())
         top.ready()
@@ -5298,8 +5327,9 @@ class Lock(LockCase):
         program.fcntl = Refusing
         lock = program.CardLock(self.lock)
         lock.open()
-        self.addCleanup(os.close, lock.fd)
+        self.addCleanup(os.close, lock.fds[0])
         self.assertFalse(lock.take())
+        lock.release()
 
 
 @unittest.skipUnless(os.path.exists("/proc/locks") and shutil.which("flock"), "needs flock(1)")
@@ -5335,6 +5365,15 @@ class LockReload(LockCase):
             passes(self.machine)
         top.ready(2)
         self.assertEqual(top.stop(), 0)
+
+    def test_off_and_on_again(self) -> None:
+        top = self.supervisor("--return", 0.3, *self.on_card())
+        top.ready()
+        top.reload(card_lock="")
+        job = self.job()
+        self.waiting(job)
+        top.reload(card_lock=self.lock)
+        self.assertEqual(job.found(), (GIB, 0))
 
     def test_to_a_file_that_cannot_be_had(self) -> None:
         top = self.supervisor(*self.on_card())

@@ -455,15 +455,14 @@ class Stat(NamedTuple):
 def stat(pid: int) -> Stat | None:
     """The process `pid`, None if there is none. Of one that is hidden we know the session alone."""
     try:
-        session = os.getsid(pid)
-    except (ProcessLookupError, OverflowError):
-        return None
-    except PermissionError:
-        session = 0  # a security module's doing; somebody is there
-    try:
         content = slurp(f"{PROC}/{pid}/stat")
     except OSError:
-        return Stat(pid, "?", "?", 0, session, 1)  # by hidepid, or it has ended just now
+        try:
+            return Stat(pid, "?", "?", 0, os.getsid(pid), 1)  # hidden, by hidepid
+        except (ProcessLookupError, OverflowError):
+            return None
+        except PermissionError:
+            return Stat(pid, "?", "?", 0, 0, 1)  # a security module's doing; somebody is there
     # comm is in parentheses and may itself hold parentheses and spaces: the last one counts.
     head, _, rest = content.rpartition(")")
     fields = rest.split()
@@ -866,7 +865,7 @@ def holders(pci: str, limit: float = 2.0) -> tuple[list[Contender], int]:
 def describe_holders(pci: str) -> str:
     found, closed = holders(pci)
     more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-    hidden = f"; {closed} processes could not be looked at" if closed else ""
+    hidden = f"; {closed} more could not be looked at" if closed else ""
     return f"{named(found[:8]) or 'nobody that can be seen'}{more}{hidden}"
 
 
@@ -3602,7 +3601,7 @@ class Check:
             return
         whose = f"wanted or held by {named(claims)}" if claims else "free"
         self.say(f"card lock {file}: {whose}")
-        there = os.fstat(lock.fd).st_dev
+        there = os.fstat(lock.fds[-1]).st_dev
         device = f" {os.major(there)}:{os.minor(there)} "
         with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
             on_tmpfs = any(device in m and re.search(" - (tmp|ram)fs ", m) for m in mounts)

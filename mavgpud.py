@@ -1148,6 +1148,7 @@ class Child:
     KILL_TIME = 5.0  # seconds that a process may live on after SIGKILL
 
     def __init__(self, config: ChildConfig) -> None:
+        self.name = config.name
         self.config = config
         self.state = STOPPED
         self.run: Run | None = None
@@ -1166,17 +1167,11 @@ class Child:
         self.spent: Mapping[str, float] = {}  # seconds in each state; replaced, never changed
         self.history: tuple[Entry, ...] = ()
 
-    @property
-    def name(self) -> str:
-        return self.config.name
-
     def enter(self, state: str, now: float, deadline: float = NEVER) -> None:
         """Changes the state and wakes whoever waits for a change."""
         before = self.spent.get(self.state, 0.0) + now - self.since
         self.spent = {**self.spent, self.state: before}
         self.state, self.since, self.deadline = state, now, deadline
-        if state == LOADING:
-            self.reason = state  # those of the other states follow at the end of the pass
         for waiter in list(self.waiters):
             waiter.set()
 
@@ -1188,17 +1183,18 @@ class Child:
         try:
             self.run = Run(self.config, now, used)
         except OSError as error:
-            self.fail(now, f"{self.config.bin} cannot be started: {error.strerror}")
+            self.fail(now, f"{self.config.bin} cannot be started: {error.strerror}", "")
             return None
         log.info("started %s", self.run)
         self.enter(LOADING, now, now + self.config.load_timeout)
         return self.run
 
-    def fail(self, now: float, what: str) -> None:
-        """Counts a failure and says when the next try is.
+    def fail(self, now: float, what: str, why: str) -> None:
+        """Stops what runs, for the reason `why`, and says what has failed and when the next try is.
 
         Trying again at once, for ever, is not only noise: it has hung AMD cards.
         """
+        self.stop(now, why)
         self.crashes += 1
         self.failures += 1
         first, most = self.BACK_OFF
@@ -1213,7 +1209,7 @@ class Child:
             self.run.cut(why)
             self.run.stop_began = now
             self.phase = 0
-            self.enter(STOPPING, now, now + self.CUT_TIME)
+            self.enter(STOPPING, now, now + self.CUT_TIME * bool(self.run.exchanges))
 
     def advance(self, now: float) -> None:
         """Whatever has happened to the process since the last pass."""
@@ -1223,23 +1219,20 @@ class Child:
         if self.state in RUNNING:
             ended = run.exited()
             if ended:
-                self.reason = f"{self.name} has crashed"
-                run.ready = False  # before it is said
-                after = f", after {spell(now - self.since)}" * (now > self.since)
-                self.fail(now, f"pid {run.pid} {ended} while {self.state}{after}")
-                self.stop(now, self.reason)
-            elif self.state == LOADING:
-                if run.healthy:
-                    self.become_ready(now, run)
-                elif now >= self.deadline:
-                    limit = spell(self.config.load_timeout)
-                    self.fail(now, f"pid {run.pid} is not ready after load_timeout ({limit})")
-                    self.stop(now, f"{self.name} is restarted")
-            elif not run.healthy:
-                self.enter(LOADING, now, now + self.config.load_timeout)
+                self.fail(now, f"pid {run.pid} {ended} while {self.state}, after"
+                          f" {spell(now - self.since)}", f"{self.name} has crashed")
+            elif self.state == LOADING and run.healthy:
+                self.become_ready(now, run)
+            elif self.state == READY and not run.healthy:
+                self.reason = LOADING  # before anybody is told that it is not ready
                 run.ready = False
+                self.enter(LOADING, now, now + self.config.load_timeout)
                 log.warning("%s does not answer any more", run)
-            elif now - self.since >= self.HEALTHY_AFTER:
+            elif now >= self.deadline:  # only a load has one
+                limit = spell(self.config.load_timeout)
+                self.fail(now, f"pid {run.pid} is not ready after load_timeout ({limit})",
+                          f"{self.name} is restarted")
+            elif self.state == READY and now - self.since >= self.HEALTHY_AFTER:
                 self.failures = 0
         if self.state in (STOPPING, WEDGED):
             self.pursue(now, run)
@@ -1256,7 +1249,7 @@ class Child:
 
     def pursue(self, now: float, run: Run) -> None:
         """The next step of a stop, when it is due: connections, SIGTERM, SIGKILL, wedged."""
-        if run.exited() and run.gone():
+        if run.gone():
             log.info("%s is gone after %s", run, spell(now - run.stop_began))
             self.run = None
             self.enter(STOPPED, now)
@@ -1292,10 +1285,8 @@ class Child:
         return None
 
 
-def taken(addr: Address | None) -> bool:
+def taken(addr: Address) -> bool:
     """Whether another program listens there: it would be taken for our child, or make it fail."""
-    if not addr:
-        return False
     host = "127.0.0.1" if addr[0] == "localhost" else addr[0]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -1546,8 +1537,8 @@ class Supervisor:
             log.info("yielding the card to %s", whom)
             self.handovers.append(Handover(time.time(), decision.yield_to))
             words = f"yielded to {decision.yield_to}"
-            self.stop_children(self.children, now, words)
             for child in self.children:
+                child.stop(now, words)
                 why[child.name] = ("yielded", words)
         for child in self.children:
             if child.name in decision.unload and child.run:
@@ -1555,7 +1546,7 @@ class Supervisor:
             elif child.name == decision.start:
                 obstacle = self.start_child(child, now)
                 if obstacle:
-                    why[child.name] = ("failed" if now < child.next_try else "start", obstacle)
+                    why[child.name] = obstacle
         if self.closing is not None:
             self.shut_down(now)
         if not self.returning and not any(child.run for child in self.children):
@@ -1569,34 +1560,27 @@ class Supervisor:
             return
         idle = spell(now - run.last_request)
         log.info("%s is idle for %s, unloading it", child.name, idle)
-        self.stop_children([child], now, f"{child.name} is unloaded after {idle} of rest")
+        child.stop(now, f"{child.name} is unloaded after {idle} of rest")
 
-    def start_child(self, child: Child, now: float) -> str:
-        if taken(child.config.addr):
-            host, port = child.config.addr or ("", 0)
-            return f"{host}:{port} is in use by another program"
+    def start_child(self, child: Child, now: float) -> tuple[str, str] | None:
+        """Starts a child; gives the reason, (kind, words), if that cannot be."""
+        addr = child.config.addr
+        if addr and taken(addr):
+            return ("start", f"{addr[0]}:{addr[1]} is in use by another program")
         if self.lock.file and not self.lock.take():
-            return "the card lock is held by a process that the kernel does not name"
+            return ("start", "the card lock is held by a process that the kernel does not name")
         run = child.start(now, self.used or 0)
-        if not run:
-            return f"{child.config.bin} cannot be started"
-        if run.pidfd >= 0:
+        if run and run.pidfd >= 0:
             self.watcher.add(run.pidfd, select.EPOLLIN, self.wake)
-        if not run.config.addr:
+        if run and addr:
+            try:
+                in_background(child.name, run.watch_health, self.wake)
+            except RuntimeError as error:
+                child.fail(now, f"no thread for its health probes: {error}",
+                           "there are no threads left")
+        elif run:
             self.wake()  # it is ready already
-            return ""
-        try:
-            in_background(child.name, run.watch_health, self.wake)
-        except RuntimeError as error:
-            child.fail(now, f"no thread for its health probes: {error}")
-            self.stop_children([child], now, "there are no threads left")
-        return ""
-
-    def stop_children(self, children: Iterable[Child], now: float, why: str) -> None:
-        for child in children:
-            if child.state in RUNNING:
-                child.stop(now, why)
-                self.wake()  # the next step may be due at once
+        return child.held(now)
 
     def ended(self, child: Child, run: Run, now: float) -> None:
         """A run is over: its VRAM comes back now."""
@@ -1770,7 +1754,8 @@ class Supervisor:
         if now < self.closing and any(c.run and c.run.exchanges for c in self.children):
             return
         self.closing = min(self.closing, now)
-        self.stop_children(self.children, now, "mavgpud is shutting down")
+        for child in self.children:
+            child.stop(now, "mavgpud is shutting down")
         left = any(child.run and child.state != WEDGED for child in self.children)
         if not left and (self.hurry or not self.returning):
             self.loop.cancel()

@@ -1013,7 +1013,7 @@ class Run:
         self.pid = self.process.pid
         self.started = now
         self.stop_began = now
-        self.used_before = self.used_last = used  # bytes of VRAM in use: before it, and with it
+        self.used_before = used  # bytes of VRAM
         self.last_request = now
         self.ready = False  # may be sent requests; written by the poll loop alone
         self.healthy = not config.addr  # its last probes say so; written by the prober alone
@@ -1209,7 +1209,7 @@ class Child:
             self.run.cut(why)
             self.run.stop_began = now
             self.phase = 0
-            self.enter(STOPPING, now, now + self.CUT_TIME * bool(self.run.exchanges))
+            self.enter(STOPPING, now, now + (self.CUT_TIME if self.run.exchanges else 0.0))
 
     def advance(self, now: float) -> None:
         """Whatever has happened to the process since the last pass."""
@@ -1330,7 +1330,7 @@ class Streaks(NamedTuple):
     """For how many polls in a row the card has been wanted by others, or clear."""
 
     contended: int = 0
-    clear: int = 0
+    clear: int = 0  # -1: just claimed
 
 
 class Decision(NamedTuple):
@@ -1351,11 +1351,16 @@ def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Dec
     """
     contended = past.contended + seen.tick if seen.contenders else 0
     quiet = not (seen.contenders or seen.claim or seen.blind or seen.settling)
-    streaks = Streaks(contended, past.clear + seen.tick if quiet else 0)
+    # Whoever gets the lock is nowhere to be seen until he has woken up, so that the clear streak
+    # begins one poll later behind a claim.
+    streaks = Streaks(contended, past.clear + seen.tick if quiet else -bool(seen.claim))
+    whom = seen.claim or seen.contenders
+    lasting = seen.claim or contended >= evict_after
+    yielded = ("yielded" if lasting else "streak", f"yielded to {whom}")
 
     running = [c for c in seen.children if c.state in RUNNING]
-    if running and (seen.claim or contended >= evict_after):
-        return Decision(streaks, yield_to=seen.claim or seen.contenders)
+    if running and lasting:
+        return Decision(streaks, whom, why={c.name: yielded for c in seen.children})
     idle = tuple(c.name for c in running
                  if c.state == READY and not c.in_flight and c.idle_for >= c.idle_timeout)
     if idle:
@@ -1369,10 +1374,8 @@ def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Dec
             continue
         if wedged:
             reason = ("wedged", f"{wedged} is wedged: SIGKILL does not end it")
-        elif seen.claim or seen.contenders:
-            lasting = seen.claim or contended >= evict_after
-            reason = ("yielded" if lasting else "streak",
-                      f"yielded to {seen.claim or seen.contenders}")
+        elif whom:
+            reason = yielded
         elif seen.blind:
             reason = ("blind", seen.blind)
         elif seen.settling:
@@ -1380,7 +1383,8 @@ def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Dec
         elif child.held:
             reason = child.held
         elif streaks.clear < start_after:
-            reason = ("streak", f"the card is clear in {streaks.clear} of {start_after} polls")
+            clear = max(0, streaks.clear)
+            reason = ("streak", f"the card is clear in {clear} of {start_after} polls")
         elif loading or start:
             reason = ("turn", f"waiting for {loading or start} to load")
         elif seen.free is None or seen.free < child.need:
@@ -1418,8 +1422,8 @@ class Supervisor:
         self.lock = CardLock(config.card_lock)
         self.children = [Child(child) for child in config.children]
         self.streaks = Streaks()
-        self.total: int | None = None  # bytes of VRAM; None: unknown
-        self.used: int | None = None
+        self.vram: tuple[int, int] | None = None  # bytes, in all and in use; None: unknown
+        self.loaded = 0  # bytes in use with all that runs, or that has not given it back yet
         self.contenders: list[Contender] = []
         self.claims: list[Contender] = []  # on the card lock
         self.returning: Returning | None = None
@@ -1430,7 +1434,7 @@ class Supervisor:
         self.told: dict[str, str] = {}
         self.sentence = "not started yet"
         self.signals: collections.deque[int] = collections.deque()
-        self.closing: float | None = None  # when the time of the running requests is up
+        self.closing = NEVER  # when the time of the running requests is up
         self.hurry = False
         self.systemd = Systemd()
         self.loop = PollLoop(config.poll, self.poll)
@@ -1470,22 +1474,21 @@ class Supervisor:
         decision = decide(seen, self.streaks, self.config.evict_after_polls,
                           self.config.start_after_polls)
         self.streaks = decision.streaks
-        why = dict(decision.why)
-        self.act(decision, seen, why, now)
+        why = self.act(decision, seen, now)
         self.watch_unseen(seen)
         self.publish(why, now)
         self.report(seen.blind, why)
-        self.systemd.pass_done(now, self.sentence, self.closing is not None)
+        self.systemd.pass_done(now, self.sentence, self.closing != NEVER)
         return self.next_pass(now)
 
     def look(self, tick: bool, now: float) -> Seen:
         """What this pass finds. Whatever cannot be read makes it blind, and is said once."""
-        blind, free = "", None
-        self.total = self.used = None
+        blind, settling, used, free = "", "", None, None
+        self.vram = None
         self.contenders, self.claims = [], []
         try:
-            self.total, self.used = self.card.vram()
-            free = self.total - self.used
+            self.vram = total, used = self.card.vram()
+            free = total - used
         except Unknown as trouble:
             blind = str(trouble)
         try:
@@ -1496,50 +1499,39 @@ class Supervisor:
         except Unknown as trouble:
             blind = str(trouble)
         try:
-            ours = [child.run.pid for child in self.children if child.run]
-            self.contenders = self.card.contenders(ours)
+            self.contenders = self.card.contenders(c.run.pid for c in self.children if c.run)
         except Unknown as trouble:
             blind = str(trouble)
         contenders = named(self.contenders) or (self.unseen if self.config.evict_unseen else "")
-        stopping = any(child.state == STOPPING for child in self.children)
+        ending = [child for child in self.children if child.state in (STOPPING, WEDGED)]
+        if used is not None:  # what is being stopped may still have been loading
+            self.loaded = max(self.loaded, used) if ending or self.returning else used
+        stopping = ", ".join(child.name for child in ending if child.state == STOPPING)
         returning = None if stopping else self.returning  # the last one's VRAM is what counts
-        if returning and returning.over(now, self.used, bool(contenders) and not self.claims):
+        if returning and returning.over(now, used, bool(contenders) and not self.claims):
             self.card_is_free(returning, now)
-        children = tuple([child.seen(now) for child in self.children])
-        if self.used is not None:
-            for child in self.children:
-                if child.run and child.state in RUNNING:
-                    child.run.used_last = self.used
-                elif child.run:  # it may still have been loading
-                    child.run.used_last = max(child.run.used_last, self.used)
-        claims = named(self.claims)
-        return Seen(tick, children, contenders, claims, blind, self.settling(), free)
+        if self.closing != NEVER:
+            settling = "mavgpud is shutting down"
+        elif stopping:
+            settling = f"{stopping} is being stopped"
+        elif self.returning:
+            settling = "VRAM is on its way back"
+        return Seen(tick, tuple([child.seen(now) for child in self.children]), contenders,
+                    named(self.claims), blind, settling, free)
 
-    def settling(self) -> str:
-        """What of our own has to end before anything is started, in words."""
-        if self.closing is not None:
-            return "mavgpud is shutting down"
-        stopping = [child.name for child in self.children if child.state == STOPPING]
-        if stopping:
-            return f"{', '.join(stopping)} is being stopped"
-        return "VRAM is on its way back" if self.returning else ""
-
-    def act(self, decision: Decision, seen: Seen, why: dict[str, tuple[str, str]],
-            now: float) -> None:
-        """Carries a decision out. Where a start fails, `why` says so."""
+    def act(self, decision: Decision, seen: Seen, now: float) -> Mapping[str, tuple[str, str]]:
+        """Carries a decision out; gives its `why`, with what has kept a child from starting."""
+        why = dict(decision.why)
         if seen.claim or decision.streaks.contended >= self.config.evict_after_polls:
             for child in self.children:
                 child.rest_from = NEVER  # the card changes hands, which ends every rest
         if decision.yield_to:
-            whom = decision.yield_to
-            if self.contenders and not seen.claim:
-                whom = named(c._replace(vram=self.card.held(c.pid)) for c in self.contenders)
-            log.info("yielding the card to %s", whom)
+            whom = seen.claim or named(
+                c._replace(vram=self.card.held(c.pid)) for c in self.contenders)
+            log.info("yielding the card to %s", whom or decision.yield_to)
             self.handovers.append(Handover(time.time(), decision.yield_to))
-            words = f"yielded to {decision.yield_to}"
             for child in self.children:
-                child.stop(now, words)
-                why[child.name] = ("yielded", words)
+                child.stop(now, f"yielded to {decision.yield_to}")
         for child in self.children:
             if child.name in decision.unload and child.run:
                 self.unload(child, child.run, now)
@@ -1547,10 +1539,11 @@ class Supervisor:
                 obstacle = self.start_child(child, now)
                 if obstacle:
                     why[child.name] = obstacle
-        if self.closing is not None:
+        if self.closing != NEVER:
             self.shut_down(now)
         if not self.returning and not any(child.run for child in self.children):
             self.lock.release()
+        return why
 
     def unload(self, child: Child, run: Run, now: float) -> None:
         """Stops an idle child, unless a request has come since we looked."""
@@ -1569,7 +1562,8 @@ class Supervisor:
             return ("start", f"{addr[0]}:{addr[1]} is in use by another program")
         if self.lock.file and not self.lock.take():
             return ("start", "the card lock is held by a process that the kernel does not name")
-        run = child.start(now, self.used or 0)
+        assert self.vram  # or there would be no room
+        run = child.start(now, self.vram[1])
         if run and run.pidfd >= 0:
             self.watcher.add(run.pidfd, select.EPOLLIN, self.wake)
         if run and addr:
@@ -1589,11 +1583,10 @@ class Supervisor:
             os.close(run.pidfd)
         if child.rest_from != NEVER:
             child.rest_from = now
-        began, before, loaded = run.stop_began, run.used_before, run.used_last
+        began, before = run.stop_began, run.used_before
         if self.returning:
             began, before = min(began, self.returning.began), min(before, self.returning.before)
-            loaded = max(loaded, self.returning.high)
-        self.returning = Returning(began, now, before, loaded)
+        self.returning = Returning(began, now, before, self.loaded)
         self.unseen_base, self.unseen = None, ""
         last = self.handovers[-1] if self.handovers else None
         if last and last.free is None and not any(c.run for c in self.children):
@@ -1619,16 +1612,16 @@ class Supervisor:
         What our own children have come to hold meanwhile is not counted; that is asked for only
         when the growth is large enough to matter.
         """
+        if not self.vram:
+            return
         states = {child.state for child in self.children}
         strangers = seen.contenders not in ("", self.unseen)
-        if self.used is None:
-            return
         if READY not in states or LOADING in states or strangers:
             self.unseen_base = None
             return
         if self.unseen_base is None:
-            self.unseen_base = self.used, self.own_vram()
-        growth = self.used - self.unseen_base[0]
+            self.unseen_base = self.vram[1], self.own_vram()
+        growth = self.vram[1] - self.unseen_base[0]
         if growth > self.config.unseen_vram_bytes:
             growth -= self.own_vram() - self.unseen_base[1]
         if growth <= self.config.unseen_vram_bytes // 2:
@@ -1661,11 +1654,10 @@ class Supervisor:
 
     # Saying it
 
-    def tell(self, topic: str, level: int, words: str) -> None:
-        """Logs `words` if they are not what was said last on their topic; "" is silence."""
-        if words and self.told.get(topic) != words:
-            log.log(level, "%s", words)
-        self.told[topic] = words
+    def news(self, topic: str, what: str) -> bool:
+        """Whether `what` is not what was said last on its topic; "" is silence."""
+        old, self.told[topic] = self.told.get(topic, ""), what
+        return what not in ("", old)
 
     def publish(self, why: Mapping[str, tuple[str, str]], now: float) -> None:
         """Puts into words, for whoever asks, what each child does or why it does not run."""
@@ -1695,18 +1687,18 @@ class Supervisor:
 
         Numbers that change from poll to poll are part of the words, but do not make them new.
         """
-        self.tell("blind", logging.WARNING, blind and f"{blind}: nothing is started blind")
-        self.tell("kfd", logging.WARNING, "" if self.card.has_kfd else
-                  f"{self.card.kfd_root} does not exist: no job can be seen coming, only free VRAM"
-                  " decides")
+        if self.news("blind", blind):
+            log.warning("%s: nothing is started blind", blind)
+        if self.news("kfd", "" if self.card.has_kfd else self.card.kfd_root):
+            log.warning("%s does not exist: no job can be seen coming, only free VRAM decides",
+                        self.card.kfd_root)
         for child in self.children:
             topic = "why " + child.name
             kind, words = why.get(child.name, (child.state, ""))
-            new = f"{kind} {words if kind in ('yielded', 'start') else ''}"
+            said = f"{kind} {words if kind in ('yielded', 'start') else ''}"
             if child.state == READY:
-                self.told[topic] = ""
-            elif kind in ("yielded", "vram", "rest", "start") and self.told.get(topic) != new:
-                self.told[topic] = new
+                self.news(topic, "")
+            elif kind in ("yielded", "vram", "rest", "start") and self.news(topic, said):
                 if kind == "vram":
                     self.explain(f"{child.name} not loaded: {words}; VRAM is held by")
                 else:
@@ -1714,7 +1706,7 @@ class Supervisor:
 
     def phase(self, child: Child, kind: str) -> tuple[str, str]:
         """What the time line has for a child: the kind of an Entry, and who."""
-        if child.state in (READY, LOADING):
+        if child.state in RUNNING:
             return child.state, ""
         if kind == "yielded":
             who = sorted({printable(c.comm) for c in self.claims or self.contenders})
@@ -1728,7 +1720,7 @@ class Supervisor:
         due = min(child.deadline for child in self.children)
         if self.returning or any(c.state == STOPPING for c in self.children):
             due = min(due, now + 0.1)
-        if self.closing is not None and now < self.closing:
+        if now < self.closing:
             due = min(due, self.closing)
         return min(due, now + self.systemd.interval)
 
@@ -1739,7 +1731,7 @@ class Supervisor:
             signum = self.signals.popleft()
             if signum == signal.SIGHUP:
                 self.reload(now)
-            elif self.closing is None:
+            elif self.closing == NEVER:
                 self.closing = now + self.SHUTDOWN_TIME
                 if self.front:
                     self.front.close_listener()
@@ -1750,10 +1742,8 @@ class Supervisor:
 
     def shut_down(self, now: float) -> None:
         """First the running requests may end, then the children go, then so do we."""
-        assert self.closing is not None
         if now < self.closing and any(c.run and c.run.exchanges for c in self.children):
             return
-        self.closing = min(self.closing, now)
         for child in self.children:
             child.stop(now, "mavgpud is shutting down")
         left = any(child.run and child.state != WEDGED for child in self.children)
@@ -3224,8 +3214,9 @@ class Snapshot(NamedTuple):
 
 
 def snapshot(s: Supervisor, now: float) -> Snapshot:
+    total, used = s.vram or (None, None)
     return Snapshot(
-        now, time.time(), s.sentence, s.card.drm_device, s.total, s.used, tuple(s.contenders),
+        now, time.time(), s.sentence, s.card.drm_device, total, used, tuple(s.contenders),
         tuple(s.claims), s.lock.held if s.lock.file else None, s.streaks,
         tuple(map(copy.copy, s.children)), tuple(s.handovers), s.yields,
     )

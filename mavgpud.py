@@ -1089,6 +1089,7 @@ class Run:
         """Probes until the run is over: every 100 ms while loading, then once a second."""
         misses = 0
         while not self.over.wait(1.0 if self.healthy else 0.1):
+            self.pool.sweep(time.monotonic())
             misses = 0 if self.probe() else misses + 1
             healthy = misses == 0 or (self.healthy and misses < self.MISSES)
             if healthy != self.healthy:
@@ -1134,9 +1135,7 @@ class Pool:
     def close(self) -> None:
         """Closes all of them, and whatever is still given back."""
         self.closed = True
-        with contextlib.suppress(IndexError):
-            while True:
-                self.idle.pop()[1].close()
+        self.sweep(NEVER)
 
 
 class Child:
@@ -1175,16 +1174,12 @@ class Child:
         for waiter in list(self.waiters):
             waiter.set()
 
-    def start(self, now: float, used: int) -> Run | None:
-        """Starts the process; a failure to do so counts like a crash."""
+    def start(self, now: float, used: int) -> Run:
+        """Starts the process. OSError if that cannot be."""
         self.rest_from = NEVER
         self.wanted = False
         self.starts += 1
-        try:
-            self.run = Run(self.config, now, used)
-        except OSError as error:
-            self.fail(now, f"{self.config.bin} cannot be started: {error.strerror}", "")
-            return None
+        self.run = Run(self.config, now, used)
         log.info("started %s", self.run)
         self.enter(LOADING, now, now + self.config.load_timeout)
         return self.run
@@ -1448,10 +1443,7 @@ class Supervisor:
 
     def child_for(self, target: bytes) -> Child:
         """The child that a request target goes to: the longest route wins, llama has the rest."""
-        for prefix, child in self.routes:
-            if target.startswith(prefix):
-                return child
-        return self.children[0]
+        return next(child for prefix, child in self.routes if target.startswith(prefix))
 
     # One pass
 
@@ -1466,8 +1458,6 @@ class Supervisor:
             child.advance(now)
             if run and not child.run:
                 self.ended(child, run, now)
-            elif run and tick:
-                run.pool.sweep(now)
         wanted = self.config.children
         self.children = [child for child in self.children if child.run or child.config in wanted]
         seen = self.look(tick, now)
@@ -1563,17 +1553,17 @@ class Supervisor:
         if self.lock.file and not self.lock.take():
             return ("start", "the card lock is held by a process that the kernel does not name")
         assert self.vram  # or there would be no room
-        run = child.start(now, self.vram[1])
-        if run and run.pidfd >= 0:
-            self.watcher.add(run.pidfd, select.EPOLLIN, self.wake)
-        if run and addr:
-            try:
+        try:
+            run = child.start(now, self.vram[1])
+            if run.pidfd >= 0:
+                self.watcher.add(run.pidfd, select.EPOLLIN, self.wake)
+            if addr:
                 in_background(child.name, run.watch_health, self.wake)
-            except RuntimeError as error:
-                child.fail(now, f"no thread for its health probes: {error}",
-                           "there are no threads left")
-        elif run:
-            self.wake()  # it is ready already
+            else:
+                self.wake()  # it is ready already
+        except (OSError, RuntimeError) as error:  # a failure like a crash; RuntimeError: no threads
+            what = error.strerror if isinstance(error, OSError) else error
+            child.fail(now, f"{child.config.bin} cannot be started: {what}", "it cannot be started")
         return child.held(now)
 
     def ended(self, child: Child, run: Run, now: float) -> None:
@@ -1589,7 +1579,7 @@ class Supervisor:
         self.returning = Returning(began, now, before, self.loaded)
         self.unseen_base, self.unseen = None, ""
         last = self.handovers[-1] if self.handovers else None
-        if last and last.free is None and not any(c.run for c in self.children):
+        if last and last.gone is None and not any(c.run for c in self.children):
             self.handovers[-1] = last._replace(gone=now - run.stop_began)
             self.yields = self.yields.plus(now - run.stop_began)
 
@@ -1717,12 +1707,12 @@ class Supervisor:
 
     def next_pass(self, now: float) -> float:
         """When the next pass is due apart from the regular poll, on the monotonic clock."""
-        due = min(child.deadline for child in self.children)
+        due = [now + self.systemd.interval, *(child.deadline for child in self.children)]
         if self.returning or any(c.state == STOPPING for c in self.children):
-            due = min(due, now + 0.1)
+            due.append(now + 0.1)
         if now < self.closing:
-            due = min(due, self.closing)
-        return min(due, now + self.systemd.interval)
+            due.append(self.closing)
+        return min(due)
 
     # Signals
 
@@ -1761,6 +1751,7 @@ class Supervisor:
 
     def set_routes(self) -> None:
         pairs = [(route.encode(), c) for c in self.children for route in c.config.routes]
+        pairs.append((b"", self.children[0]))
         self.routes = tuple(sorted(pairs, key=lambda pair: len(pair[0]), reverse=True))
         self.passive = frozenset(path.encode() for path in self.config.passive_paths)
 
@@ -1846,23 +1837,18 @@ class Watcher(threading.Thread):
         self.signal_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-        self.epoll.register(self.signal_fd, select.EPOLLIN)
-        self.calls[self.signal_fd] = self.read_signals
+        self.add(self.signal_fd, select.EPOLLIN, self.read_signals)
 
     def add(self, fd: int, events: int, call: Callable[[], None]) -> None:
         self.calls[fd] = call
-        try:
-            self.epoll.register(fd, events | select.EPOLLET)
-        except OSError:
-            self.remove(fd)
-            raise
+        self.epoll.register(fd, events | select.EPOLLET)
 
     def remove(self, fd: int) -> None:
         """Forgets a descriptor; closing it then takes it out of the epoll."""
         self.calls.pop(fd, None)
 
     def read_signals(self) -> None:
-        self.supervisor.signals.extend(os.read(self.signal_fd, 64))
+        self.supervisor.signals.extend(os.read(self.signal_fd, 65536))
         self.supervisor.wake()
 
     def run(self) -> None:

@@ -1086,7 +1086,7 @@ class Run:
             return False
 
     def watch_health(self, tell: Callable[[], None]) -> None:
-        """Probes until the run is over: every 100 ms while loading, then once a second."""
+        """Probes and sweeps until it is over: every 100 ms while loading, then once a second."""
         misses = 0
         while not self.over.wait(1.0 if self.healthy else 0.1):
             self.pool.sweep(time.monotonic())
@@ -1436,7 +1436,7 @@ class Supervisor:
         self.wake = self.loop.wake.set  # makes the next poll come at once
         self.watcher = Watcher(self)
         self.front: Front | None = None
-        self.set_routes()
+        self.set_routes(self.children)
         self.snapshot = snapshot(self, time.monotonic())
 
     # What other threads may call, besides `wake`
@@ -1749,9 +1749,9 @@ class Supervisor:
 
     # Configuration
 
-    def set_routes(self) -> None:
-        pairs = [(route.encode(), c) for c in self.children for route in c.config.routes]
-        pairs.append((b"", self.children[0]))
+    def set_routes(self, children: list[Child]) -> None:
+        pairs = [(route.encode(), c) for c in children for route in c.config.routes]
+        pairs.append((b"", children[0]))
         self.routes = tuple(sorted(pairs, key=lambda pair: len(pair[0]), reverse=True))
         self.passive = frozenset(path.encode() for path in self.config.passive_paths)
 
@@ -1791,7 +1791,7 @@ class Supervisor:
                 log.info("%s is no longer configured", child.name)
             child.stop(now, f"{child.name} is no longer configured")
         self.children = fresh + list(known.values())
-        self.set_routes()
+        self.set_routes(fresh)
         log.info("%s read again", self.source)
 
 

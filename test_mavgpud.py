@@ -2042,7 +2042,7 @@ class Signals(TestCase):
 
     def test_reload(self) -> None:
         """What has not changed its own command runs on."""
-        other, more = self.child("other"), self.child("more")
+        other, more = self.child("other", routes=["/v1/audio/"]), self.child("more")
         top = self.supervisor(children=[other])
         llama, first = top.ready(), top.ready(name="other")
         with top.stream(tokens=50, interval=0.02).head() as stream:
@@ -2061,6 +2061,9 @@ class Signals(TestCase):
         top.wait_log("^other is no longer configured$")
         top.wait_log(rf"^other \(pid {first}\) is gone after")
         until(lambda: top.get("/health/other").status == 404)
+        requests = len(top.seen(top.llama_port)["requests"])
+        self.assertEqual(top.get("/v1/audio/x").status, 404)  # llama has the rest again
+        self.assertEqual(len(top.seen(top.llama_port)["requests"]), requests + 1)
         self.assertTrue(alive(third))
         top.reload(idle_timeout="300ms", idle_rest="never")
         top.wait_log("^llama is idle for")

@@ -1493,10 +1493,9 @@ class Supervisor:
         except Unknown as trouble:
             blind = str(trouble)
         contenders = named(self.contenders) or (self.unseen if self.config.evict_unseen else "")
-        ending = [child for child in self.children if child.state in (STOPPING, WEDGED)]
+        stopping = ", ".join(child.name for child in self.children if child.state == STOPPING)
         if used is not None:  # what is being stopped may still have been loading
-            self.loaded = max(self.loaded, used) if ending or self.returning else used
-        stopping = ", ".join(child.name for child in ending if child.state == STOPPING)
+            self.loaded = max(self.loaded, used) if stopping or self.returning else used
         returning = None if stopping else self.returning  # the last one's VRAM is what counts
         if returning and returning.over(now, used, bool(contenders) and not self.claims):
             self.card_is_free(returning, now)
@@ -1707,7 +1706,7 @@ class Supervisor:
 
     def next_pass(self, now: float) -> float:
         """When the next pass is due apart from the regular poll, on the monotonic clock."""
-        due = [now + self.systemd.interval, *(child.deadline for child in self.children)]
+        due = [now + self.systemd.interval, *[child.deadline for child in self.children]]
         if self.returning or any(c.state == STOPPING for c in self.children):
             due.append(now + 0.1)
         if now < self.closing:

@@ -928,7 +928,7 @@ class Run:
         self.pid = self.process.pid
         self.started = now
         self.stop_began = now
-        self.used_before = self.used_last = used  # bytes of VRAM in use: before it, and with it
+        self.used_before = used  # bytes of VRAM
         self.last_request = now
         self.ready = False  # may be sent requests; written by the poll loop alone
         self.healthy = not config.addr  # its last probes say so; written by the prober alone
@@ -1001,9 +1001,10 @@ class Run:
             return False
 
     def watch_health(self, tell: Callable[[], None]) -> None:
-        """Probes until the run is over: every 100 ms while loading, then once a second."""
+        """Probes and sweeps until it is over: every 100 ms while loading, then once a second."""
         misses = 0
         while not self.over.wait(1.0 if self.healthy else 0.1):
+            self.pool.sweep(time.monotonic())
             misses = 0 if self.probe() else misses + 1
             healthy = misses == 0 or (self.healthy and misses < self.MISSES)
             if healthy != self.healthy:
@@ -1049,9 +1050,7 @@ class Pool:
     def close(self) -> None:
         """Closes all of them, and whatever is still given back."""
         self.closed = True
-        with contextlib.suppress(IndexError):
-            while True:
-                self.idle.pop()[1].close()
+        self.sweep(NEVER)
 
 
 class Child:
@@ -1063,6 +1062,7 @@ class Child:
     KILL_TIME = 5.0  # seconds that a process may live on after SIGKILL
 
     def __init__(self, config: ChildConfig) -> None:
+        self.name = config.name
         self.config = config
         self.state = STOPPED
         self.run: Run | None = None
@@ -1081,39 +1081,30 @@ class Child:
         self.spent: Mapping[str, float] = {}  # seconds in each state; replaced, never changed
         self.history: tuple[Entry, ...] = ()
 
-    @property
-    def name(self) -> str:
-        return self.config.name
-
     def enter(self, state: str, now: float, deadline: float = NEVER) -> None:
         """Changes the state and wakes whoever waits for a change."""
         before = self.spent.get(self.state, 0.0) + now - self.since
         self.spent = {**self.spent, self.state: before}
         self.state, self.since, self.deadline = state, now, deadline
-        if state == LOADING:
-            self.reason = state  # those of the other states follow at the end of the pass
         for waiter in list(self.waiters):
             waiter.set()
 
-    def start(self, now: float, used: int) -> Run | None:
-        """Starts the process; a failure to do so counts like a crash."""
+    def start(self, now: float, used: int) -> Run:
+        """Starts the process. OSError if that cannot be."""
         self.rest_from = NEVER
         self.wanted = False
         self.starts += 1
-        try:
-            self.run = Run(self.config, now, used)
-        except OSError as error:
-            self.fail(now, f"{self.config.bin} cannot be started: {error.strerror}")
-            return None
+        self.run = Run(self.config, now, used)
         log.info("started %s", self.run)
         self.enter(LOADING, now, now + self.config.load_timeout)
         return self.run
 
-    def fail(self, now: float, what: str) -> None:
-        """Counts a failure and says when the next try is.
+    def fail(self, now: float, what: str, why: str) -> None:
+        """Stops what runs, for the reason `why`, and says what has failed and when the next try is.
 
         Trying again at once, for ever, is not only noise: it has hung AMD cards.
         """
+        self.stop(now, why)
         self.crashes += 1
         self.failures += 1
         first, most = self.BACK_OFF
@@ -1128,7 +1119,7 @@ class Child:
             self.run.cut(why)
             self.run.stop_began = now
             self.phase = 0
-            self.enter(STOPPING, now, now + self.CUT_TIME)
+            self.enter(STOPPING, now, now + (self.CUT_TIME if self.run.exchanges else 0.0))
 
     def advance(self, now: float) -> None:
         """Whatever has happened to the process since the last pass."""
@@ -1138,23 +1129,20 @@ class Child:
         if self.state in RUNNING:
             ended = run.exited()
             if ended:
-                self.reason = f"{self.name} has crashed"
-                run.ready = False  # before it is said
-                after = f", after {spell(now - self.since)}" * (now > self.since)
-                self.fail(now, f"pid {run.pid} {ended} while {self.state}{after}")
-                self.stop(now, self.reason)
-            elif self.state == LOADING:
-                if run.healthy:
-                    self.become_ready(now, run)
-                elif now >= self.deadline:
-                    limit = spell(self.config.load_timeout)
-                    self.fail(now, f"pid {run.pid} is not ready after load_timeout ({limit})")
-                    self.stop(now, f"{self.name} is restarted")
-            elif not run.healthy:
-                self.enter(LOADING, now, now + self.config.load_timeout)
+                self.fail(now, f"pid {run.pid} {ended} while {self.state}, after"
+                          f" {spell(now - self.since)}", f"{self.name} has crashed")
+            elif self.state == LOADING and run.healthy:
+                self.become_ready(now, run)
+            elif self.state == READY and not run.healthy:
+                self.reason = LOADING  # before anybody is told that it is not ready
                 run.ready = False
+                self.enter(LOADING, now, now + self.config.load_timeout)
                 log.warning("%s does not answer any more", run)
-            elif now - self.since >= self.HEALTHY_AFTER:
+            elif now >= self.deadline:  # only a load has one
+                limit = spell(self.config.load_timeout)
+                self.fail(now, f"pid {run.pid} is not ready after load_timeout ({limit})",
+                          f"{self.name} is restarted")
+            elif self.state == READY and now - self.since >= self.HEALTHY_AFTER:
                 self.failures = 0
         if self.state in (STOPPING, WEDGED):
             self.pursue(now, run)
@@ -1171,7 +1159,7 @@ class Child:
 
     def pursue(self, now: float, run: Run) -> None:
         """The next step of a stop, when it is due: connections, SIGTERM, SIGKILL, wedged."""
-        if run.exited() and run.gone():
+        if run.gone():
             log.info("%s is gone after %s", run, spell(now - run.stop_began))
             self.run = None
             self.enter(STOPPED, now)
@@ -1207,10 +1195,8 @@ class Child:
         return None
 
 
-def taken(addr: Address | None) -> bool:
+def taken(addr: Address) -> bool:
     """Whether another program listens there: it would be taken for our child, or make it fail."""
-    if not addr:
-        return False
     host = "127.0.0.1" if addr[0] == "localhost" else addr[0]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -1254,7 +1240,7 @@ class Streaks(NamedTuple):
     """For how many polls in a row the card has been wanted by others, or clear."""
 
     contended: int = 0
-    clear: int = 0
+    clear: int = 0  # -1: just claimed
 
 
 class Decision(NamedTuple):
@@ -1275,11 +1261,16 @@ def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Dec
     """
     contended = past.contended + seen.tick if seen.contenders else 0
     quiet = not (seen.contenders or seen.claim or seen.blind or seen.settling)
-    streaks = Streaks(contended, past.clear + seen.tick if quiet else 0)
+    # Whoever gets the lock is nowhere to be seen until he has woken up, so that the clear streak
+    # begins one poll later behind a claim.
+    streaks = Streaks(contended, past.clear + seen.tick if quiet else -bool(seen.claim))
+    whom = seen.claim or seen.contenders
+    lasting = seen.claim or contended >= evict_after
+    yielded = ("yielded" if lasting else "streak", f"yielded to {whom}")
 
     running = [c for c in seen.children if c.state in RUNNING]
-    if running and (seen.claim or contended >= evict_after):
-        return Decision(streaks, yield_to=seen.claim or seen.contenders)
+    if running and lasting:
+        return Decision(streaks, whom, why={c.name: yielded for c in seen.children})
     idle = tuple(c.name for c in running
                  if c.state == READY and not c.in_flight and c.idle_for >= c.idle_timeout)
     if idle:
@@ -1293,10 +1284,8 @@ def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Dec
             continue
         if wedged:
             reason = ("wedged", f"{wedged} is wedged: SIGKILL does not end it")
-        elif seen.claim or seen.contenders:
-            lasting = seen.claim or contended >= evict_after
-            reason = ("yielded" if lasting else "streak",
-                      f"yielded to {seen.claim or seen.contenders}")
+        elif whom:
+            reason = yielded
         elif seen.blind:
             reason = ("blind", seen.blind)
         elif seen.settling:
@@ -1304,7 +1293,8 @@ def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Dec
         elif child.held:
             reason = child.held
         elif streaks.clear < start_after:
-            reason = ("streak", f"the card is clear in {streaks.clear} of {start_after} polls")
+            clear = max(0, streaks.clear)
+            reason = ("streak", f"the card is clear in {clear} of {start_after} polls")
         elif loading or start:
             reason = ("turn", f"waiting for {loading or start} to load")
         elif seen.free is None or seen.free < child.need:
@@ -1342,8 +1332,8 @@ class Supervisor:
         self.lock = CardLock(config.card_lock)
         self.children = [Child(child) for child in config.children]
         self.streaks = Streaks()
-        self.total: int | None = None  # bytes of VRAM; None: unknown
-        self.used: int | None = None
+        self.vram: tuple[int, int] | None = None  # bytes, in all and in use; None: unknown
+        self.loaded = 0  # bytes in use with all that runs, or that has not given it back yet
         self.contenders: list[Contender] = []
         self.claims: list[Contender] = []  # on the card lock
         self.returning: Returning | None = None
@@ -1354,24 +1344,21 @@ class Supervisor:
         self.told: dict[str, str] = {}
         self.sentence = "not started yet"
         self.signals: collections.deque[int] = collections.deque()
-        self.closing: float | None = None  # when the time of the running requests is up
+        self.closing = NEVER  # when the time of the running requests is up
         self.hurry = False
         self.systemd = Systemd()
         self.loop = PollLoop(config.poll, self.poll)
         self.wake = self.loop.wake.set  # makes the next poll come at once
         self.watcher = Watcher(self)
         self.front: Front | None = None
-        self.set_routes()
+        self.set_routes(self.children)
         self.snapshot = Snapshot(self, time.monotonic())
 
     # What other threads may call, besides `wake`
 
     def child_for(self, target: bytes) -> Child:
         """The child that a request target goes to: the longest route wins, llama has the rest."""
-        for prefix, child in self.routes:
-            if target.startswith(prefix):
-                return child
-        return self.children[0]
+        return next(child for prefix, child in self.routes if target.startswith(prefix))
 
     # One pass
 
@@ -1386,30 +1373,27 @@ class Supervisor:
             child.advance(now)
             if run and not child.run:
                 self.ended(child, run, now)
-            elif run and tick:
-                run.pool.sweep(now)
         wanted = self.config.children
         self.children = [child for child in self.children if child.run or child.config in wanted]
         seen = self.look(tick, now)
         decision = decide(seen, self.streaks, self.config.evict_after_polls,
                           self.config.start_after_polls)
         self.streaks = decision.streaks
-        why = dict(decision.why)
-        self.act(decision, seen, why, now)
+        why = self.act(decision, seen, now)
         self.watch_unseen(seen)
         self.publish(why, now)
         self.report(seen.blind, why)
-        self.systemd.pass_done(now, self.sentence, self.closing is not None)
+        self.systemd.pass_done(now, self.sentence, self.closing != NEVER)
         return self.next_pass(now)
 
     def look(self, tick: bool, now: float) -> Seen:
         """What this pass finds. Whatever cannot be read makes it blind, and is said once."""
-        blind, free = "", None
-        self.total = self.used = None
+        blind, settling, used, free = "", "", None, None
+        self.vram = None
         self.contenders, self.claims = [], []
         try:
-            self.total, self.used = self.card.vram()
-            free = self.total - self.used
+            self.vram = total, used = self.card.vram()
+            free = total - used
         except Unknown as trouble:
             blind = str(trouble)
         try:
@@ -1420,61 +1404,50 @@ class Supervisor:
         except Unknown as trouble:
             blind = str(trouble)
         try:
-            ours = [child.run.pid for child in self.children if child.run]
-            self.contenders = self.card.contenders(ours)
+            self.contenders = self.card.contenders(c.run.pid for c in self.children if c.run)
         except Unknown as trouble:
             blind = str(trouble)
         contenders = named(self.contenders) or (self.unseen if self.config.evict_unseen else "")
-        stopping = any(child.state == STOPPING for child in self.children)
+        stopping = ", ".join(child.name for child in self.children if child.state == STOPPING)
+        if used is not None:  # what is being stopped may still have been loading
+            self.loaded = max(self.loaded, used) if stopping or self.returning else used
         returning = None if stopping else self.returning  # the last one's VRAM is what counts
-        if returning and returning.over(now, self.used, bool(contenders) and not self.claims):
+        if returning and returning.over(now, used, bool(contenders) and not self.claims):
             self.card_is_free(returning, now)
-        children = tuple([child.seen(now) for child in self.children])
-        if self.used is not None:
-            for child in self.children:
-                if child.run and child.state in RUNNING:
-                    child.run.used_last = self.used
-                elif child.run:  # it may still have been loading
-                    child.run.used_last = max(child.run.used_last, self.used)
-        claims = named(self.claims)
-        return Seen(tick, children, contenders, claims, blind, self.settling(), free)
+        if self.closing != NEVER:
+            settling = "mavgpud is shutting down"
+        elif stopping:
+            settling = f"{stopping} is being stopped"
+        elif self.returning:
+            settling = "VRAM is on its way back"
+        return Seen(tick, tuple([child.seen(now) for child in self.children]), contenders,
+                    named(self.claims), blind, settling, free)
 
-    def settling(self) -> str:
-        """What of our own has to end before anything is started, in words."""
-        if self.closing is not None:
-            return "mavgpud is shutting down"
-        stopping = [child.name for child in self.children if child.state == STOPPING]
-        if stopping:
-            return f"{', '.join(stopping)} is being stopped"
-        return "VRAM is on its way back" if self.returning else ""
-
-    def act(self, decision: Decision, seen: Seen, why: dict[str, tuple[str, str]],
-            now: float) -> None:
-        """Carries a decision out. Where a start fails, `why` says so."""
+    def act(self, decision: Decision, seen: Seen, now: float) -> Mapping[str, tuple[str, str]]:
+        """Carries a decision out; gives its `why`, with what has kept a child from starting."""
+        why = dict(decision.why)
         if seen.claim or decision.streaks.contended >= self.config.evict_after_polls:
             for child in self.children:
                 child.rest_from = NEVER  # the card changes hands, which ends every rest
         if decision.yield_to:
-            whom = decision.yield_to
-            if self.contenders and not seen.claim:
-                whom = named(c._replace(vram=self.card.held(c.pid)) for c in self.contenders)
-            log.info("yielding the card to %s", whom)
+            whom = seen.claim or named(
+                c._replace(vram=self.card.held(c.pid)) for c in self.contenders)
+            log.info("yielding the card to %s", whom or decision.yield_to)
             self.handovers.append(Handover(time.time(), decision.yield_to))
-            words = f"yielded to {decision.yield_to}"
-            self.stop_children(self.children, now, words)
             for child in self.children:
-                why[child.name] = ("yielded", words)
+                child.stop(now, f"yielded to {decision.yield_to}")
         for child in self.children:
             if child.name in decision.unload and child.run:
                 self.unload(child, child.run, now)
             elif child.name == decision.start:
                 obstacle = self.start_child(child, now)
                 if obstacle:
-                    why[child.name] = ("failed" if now < child.next_try else "start", obstacle)
-        if self.closing is not None:
+                    why[child.name] = obstacle
+        if self.closing != NEVER:
             self.shut_down(now)
         if not self.returning and not any(child.run for child in self.children):
             self.lock.release()
+        return why
 
     def unload(self, child: Child, run: Run, now: float) -> None:
         """Stops an idle child, unless a request has come since we looked."""
@@ -1484,34 +1457,28 @@ class Supervisor:
             return
         idle = spell(now - run.last_request)
         log.info("%s is idle for %s, unloading it", child.name, idle)
-        self.stop_children([child], now, f"{child.name} is unloaded after {idle} of rest")
+        child.stop(now, f"{child.name} is unloaded after {idle} of rest")
 
-    def start_child(self, child: Child, now: float) -> str:
-        if taken(child.config.addr):
-            host, port = child.config.addr or ("", 0)
-            return f"{host}:{port} is in use by another program"
+    def start_child(self, child: Child, now: float) -> tuple[str, str] | None:
+        """Starts a child; gives the reason, (kind, words), if that cannot be."""
+        addr = child.config.addr
+        if addr and taken(addr):
+            return ("start", f"{addr[0]}:{addr[1]} is in use by another program")
         if self.lock.file and not self.lock.take():
-            return "the card lock is held by a process that the kernel does not name"
-        run = child.start(now, self.used or 0)
-        if not run:
-            return f"{child.config.bin} cannot be started"
-        if run.pidfd >= 0:
-            self.watcher.add(run.pidfd, select.EPOLLIN, self.wake)
-        if not run.config.addr:
-            self.wake()  # it is ready already
-            return ""
+            return ("start", "the card lock is held by a process that the kernel does not name")
+        assert self.vram  # or there would be no room
         try:
-            in_background(child.name, run.watch_health, self.wake)
-        except RuntimeError as error:
-            child.fail(now, f"no thread for its health probes: {error}")
-            self.stop_children([child], now, "there are no threads left")
-        return ""
-
-    def stop_children(self, children: Iterable[Child], now: float, why: str) -> None:
-        for child in children:
-            if child.state in RUNNING:
-                child.stop(now, why)
-                self.wake()  # the next step may be due at once
+            run = child.start(now, self.vram[1])
+            if run.pidfd >= 0:
+                self.watcher.add(run.pidfd, select.EPOLLIN, self.wake)
+            if addr:
+                in_background(child.name, run.watch_health, self.wake)
+            else:
+                self.wake()  # it is ready already
+        except (OSError, RuntimeError) as error:  # a failure like a crash; RuntimeError: no threads
+            what = error.strerror if isinstance(error, OSError) else error
+            child.fail(now, f"{child.config.bin} cannot be started: {what}", "it cannot be started")
+        return child.held(now)
 
     def ended(self, child: Child, run: Run, now: float) -> None:
         """A run is over: its VRAM comes back now."""
@@ -1520,14 +1487,13 @@ class Supervisor:
             os.close(run.pidfd)
         if child.rest_from != NEVER:
             child.rest_from = now
-        began, before, loaded = run.stop_began, run.used_before, run.used_last
+        began, before = run.stop_began, run.used_before
         if self.returning:
             began, before = min(began, self.returning.began), min(before, self.returning.before)
-            loaded = max(loaded, self.returning.high)
-        self.returning = Returning(began, now, before, loaded)
+        self.returning = Returning(began, now, before, self.loaded)
         self.unseen_base, self.unseen = None, ""
         last = self.handovers[-1] if self.handovers else None
-        if last and last.free is None and not any(c.run for c in self.children):
+        if last and last.gone is None and not any(c.run for c in self.children):
             self.handovers[-1] = last._replace(gone=now - run.stop_began)
             self.yields = self.yields.plus(now - run.stop_began)
 
@@ -1550,16 +1516,16 @@ class Supervisor:
         What our own children have come to hold meanwhile is not counted; that is asked for only
         when the growth is large enough to matter.
         """
+        if not self.vram:
+            return
         states = {child.state for child in self.children}
         strangers = seen.contenders not in ("", self.unseen)
-        if self.used is None:
-            return
         if READY not in states or LOADING in states or strangers:
             self.unseen_base = None
             return
         if self.unseen_base is None:
-            self.unseen_base = self.used, self.own_vram()
-        growth = self.used - self.unseen_base[0]
+            self.unseen_base = self.vram[1], self.own_vram()
+        growth = self.vram[1] - self.unseen_base[0]
         if growth > self.config.unseen_vram_bytes:
             growth -= self.own_vram() - self.unseen_base[1]
         if growth <= self.config.unseen_vram_bytes // 2:
@@ -1592,11 +1558,10 @@ class Supervisor:
 
     # Saying it
 
-    def tell(self, topic: str, level: int, words: str) -> None:
-        """Logs `words` if they are not what was said last on their topic; "" is silence."""
-        if words and self.told.get(topic) != words:
-            log.log(level, "%s", words)
-        self.told[topic] = words
+    def news(self, topic: str, what: str) -> bool:
+        """Whether `what` is not what was said last on its topic; "" is silence."""
+        old, self.told[topic] = self.told.get(topic, ""), what
+        return what not in ("", old)
 
     def publish(self, why: Mapping[str, tuple[str, str]], now: float) -> None:
         """Puts into words, for whoever asks, what each child does or why it does not run."""
@@ -1626,18 +1591,18 @@ class Supervisor:
 
         Numbers that change from poll to poll are part of the words, but do not make them new.
         """
-        self.tell("blind", logging.WARNING, blind and f"{blind}: nothing is started blind")
-        self.tell("kfd", logging.WARNING, "" if self.card.has_kfd else
-                  f"{self.card.kfd_root} does not exist: no job can be seen coming, only free VRAM"
-                  " decides")
+        if self.news("blind", blind):
+            log.warning("%s: nothing is started blind", blind)
+        if self.news("kfd", "" if self.card.has_kfd else self.card.kfd_root):
+            log.warning("%s does not exist: no job can be seen coming, only free VRAM decides",
+                        self.card.kfd_root)
         for child in self.children:
             topic = "why " + child.name
             kind, words = why.get(child.name, (child.state, ""))
-            new = f"{kind} {words if kind in ('yielded', 'start') else ''}"
+            said = f"{kind} {words if kind in ('yielded', 'start') else ''}"
             if child.state == READY:
-                self.told[topic] = ""
-            elif kind in ("yielded", "vram", "rest", "start") and self.told.get(topic) != new:
-                self.told[topic] = new
+                self.news(topic, "")
+            elif kind in ("yielded", "vram", "rest", "start") and self.news(topic, said):
                 if kind == "vram":
                     self.explain(f"{child.name} not loaded: {words}; VRAM is held by")
                 else:
@@ -1645,7 +1610,7 @@ class Supervisor:
 
     def phase(self, child: Child, kind: str) -> tuple[str, str]:
         """What the time line has for a child: the kind of an Entry, and who."""
-        if child.state in (READY, LOADING):
+        if child.state in RUNNING:
             return child.state, ""
         if kind == "yielded":
             who = sorted({printable(c.comm) for c in self.claims or self.contenders})
@@ -1656,12 +1621,12 @@ class Supervisor:
 
     def next_pass(self, now: float) -> float:
         """When the next pass is due apart from the regular poll, on the monotonic clock."""
-        due = min(child.deadline for child in self.children)
+        due = [now + self.systemd.interval, *[child.deadline for child in self.children]]
         if self.returning or any(c.state == STOPPING for c in self.children):
-            due = min(due, now + 0.1)
-        if self.closing is not None and now < self.closing:
-            due = min(due, self.closing)
-        return min(due, now + self.systemd.interval)
+            due.append(now + 0.1)
+        if now < self.closing:
+            due.append(self.closing)
+        return min(due)
 
     # Signals
 
@@ -1670,7 +1635,7 @@ class Supervisor:
             signum = self.signals.popleft()
             if signum == signal.SIGHUP:
                 self.reload(now)
-            elif self.closing is None:
+            elif self.closing == NEVER:
                 self.closing = now + self.SHUTDOWN_TIME
                 if self.front:
                     self.front.close_listener()
@@ -1681,11 +1646,10 @@ class Supervisor:
 
     def shut_down(self, now: float) -> None:
         """First the running requests may end, then the children go, then so do we."""
-        assert self.closing is not None
         if now < self.closing and any(c.run and c.run.exchanges for c in self.children):
             return
-        self.closing = min(self.closing, now)
-        self.stop_children(self.children, now, "mavgpud is shutting down")
+        for child in self.children:
+            child.stop(now, "mavgpud is shutting down")
         left = any(child.run and child.state != WEDGED for child in self.children)
         if not left and (self.hurry or not self.returning):
             self.loop.cancel()
@@ -1699,8 +1663,9 @@ class Supervisor:
 
     # Configuration
 
-    def set_routes(self) -> None:
-        pairs = [(route.encode(), c) for c in self.children for route in c.config.routes]
+    def set_routes(self, children: list[Child]) -> None:
+        pairs = [(route.encode(), c) for c in children for route in c.config.routes]
+        pairs.append((b"", children[0]))
         self.routes = tuple(sorted(pairs, key=lambda pair: len(pair[0]), reverse=True))
         self.passive = frozenset(path.encode() for path in self.config.passive_paths)
 
@@ -1739,7 +1704,7 @@ class Supervisor:
                 log.info("%s is no longer configured", child.name)
             child.stop(now, f"{child.name} is no longer configured")
         self.children = fresh + list(known.values())
-        self.set_routes()
+        self.set_routes(fresh)
         log.info("%s read again", self.source)
 
 
@@ -1785,23 +1750,18 @@ class Watcher(threading.Thread):
         self.signal_fd, write_fd = os.pipe()
         os.set_blocking(write_fd, False)
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-        self.epoll.register(self.signal_fd, select.EPOLLIN)
-        self.calls[self.signal_fd] = self.read_signals
+        self.add(self.signal_fd, select.EPOLLIN, self.read_signals)
 
     def add(self, fd: int, events: int, call: Callable[[], None]) -> None:
         self.calls[fd] = call
-        try:
-            self.epoll.register(fd, events | select.EPOLLET)
-        except OSError:
-            self.remove(fd)
-            raise
+        self.epoll.register(fd, events | select.EPOLLET)
 
     def remove(self, fd: int) -> None:
         """Forgets a descriptor; closing it then takes it out of the epoll."""
         self.calls.pop(fd, None)
 
     def read_signals(self) -> None:
-        self.supervisor.signals.extend(os.read(self.signal_fd, 64))
+        self.supervisor.signals.extend(os.read(self.signal_fd, 65536))
         self.supervisor.wake()
 
     def run(self) -> None:
@@ -3144,7 +3104,7 @@ class Snapshot:
         self.when = time.time()  # Unix time
         self.sentence = s.sentence
         self.device = s.card.drm_device
-        self.total, self.used = s.total, s.used  # bytes of VRAM
+        self.vram = s.vram  # bytes, in all and in use
         self.contenders, self.claims = s.contenders, s.claims  # lists that no pass changes
         self.locked = s.lock.held if s.lock.file else None  # None: there is no card lock
         self.streaks = s.streaks
@@ -3159,7 +3119,7 @@ def people(contenders: Iterable[Contender]) -> list[dict[str, Any]]:
 
 def status_page(supervisor: Supervisor, now: float) -> Page:
     seen = supervisor.snapshot
-    total, used = seen.total, seen.used
+    total, used = seen.vram or (None, None)
     loaded = any(child.state in RUNNING for child in seen.children)
     facts = {
         "version": VERSION,
@@ -3167,9 +3127,9 @@ def status_page(supervisor: Supervisor, now: float) -> Page:
         "sentence": seen.sentence,
         "why_nothing_runs": None if loaded else seen.sentence,
         "card": {"device": seen.device, "total": total, "used": used,
-                 "free": None if total is None or used is None else total - used},
+                 "free": seen.vram and seen.vram[0] - seen.vram[1]},
         "contenders": people(seen.contenders),
-        "streaks": seen.streaks._asdict(),
+        "streaks": {"contended": seen.streaks.contended, "clear": max(0, seen.streaks.clear)},
         "lock": None if seen.locked is None
         else {"held_by_us": seen.locked, "claims": people(seen.claims)},
         "children": [child_facts(child, now) for child in seen.children],
@@ -3201,8 +3161,8 @@ def metrics_page(supervisor: Supervisor, now: float) -> Page:
 
     family("info", "The program.", (f'{{version="{VERSION}"}}', 1))
     family("poll_age_seconds", "Time since the last poll.", ("", now - seen.polled))
-    family("vram_size_bytes", "VRAM of the card.", ("", seen.total))
-    family("vram_used_bytes", "VRAM in use, by whomever.", ("", seen.used))
+    family("vram_size_bytes", "VRAM of the card.", ("", seen.vram and seen.vram[0]))
+    family("vram_used_bytes", "VRAM in use, by whomever.", ("", seen.vram and seen.vram[1]))
     family("contenders", "Processes of others on the card.", ("", len(seen.contenders)))
     per_child("child_ready", "Whether it may be sent requests.", lambda c: int(c.state == READY))
     per_child("child_in_flight", "Requests in flight.", in_flight)
@@ -3341,10 +3301,10 @@ def overview_page(supervisor: Supervisor, now: float) -> Page:
     start = end - supervisor.config.history
     lines = [(child, shown(child.history, start, end)) for child in seen.children]
     vram = "<p>How much is in use cannot be read."
-    if seen.total and seen.used is not None:
-        vram = (f'<div class="bar"><i style="width:{100 * seen.used / seen.total:.1f}%"></i></div>'
-                f"<p>{gib(seen.used)} of {gib(seen.total)} in use,"
-                f" {gib(seen.total - seen.used)} free.")
+    if seen.vram:
+        total, used = seen.vram
+        vram = (f'<div class="bar"><i style="width:{100 * used / total:.1f}%"></i></div>'
+                f"<p>{gib(used)} of {gib(total)} in use, {gib(total - used)} free.")
     others = safe(named(seen.contenders)) if seen.contenders else "nobody"
     claims = f" Card lock: {safe(named(seen.claims))}." if seen.claims else ""
     lately = sorted(((entry, child.name) for child, line in lines for entry in line[-16:]),
@@ -3578,7 +3538,9 @@ class Check:
             self.fault(f"listen: port {port} is in use", "stop that program (or is mavgpud"
                        " running already?), or choose another port")
         for child in self.config.children:
-            host, port = child.addr or ("", 0)
+            if not child.addr:
+                continue
+            host, port = child.addr
             if taken(child.addr):
                 self.fault(f"{child.name}: {host}:{port} is in use",
                            "stop that program (or is mavgpud running already?)")

@@ -963,7 +963,11 @@ class Decide(unittest.TestCase):
             ("contended", (0, 4), {"contenders": "job"}, (1, 0)),
             ("contended, in between", (1, 4), {"contenders": "job", "tick": False}, (1, 0)),
             ("a contender for one poll", (1, 0), {}, (0, 1)),
-            ("claimed", (0, 4), {"claim": "flock"}, (0, 0)),
+            ("claimed", (0, 4), {"claim": "flock"}, (0, -1)),
+            ("claimed, in between", (0, 4), {"claim": "flock", "tick": False}, (0, -1)),
+            ("the claim has ended, in between", (0, -1), {"tick": False}, (0, -1)),
+            ("the claim has ended", (0, -1), {}, (0, 0)),
+            ("the claim ended a poll ago", (0, 0), {}, (0, 1)),
             ("blind", (0, 4), {"blind": "no"}, (0, 0)),
             ("settling", (0, 4), {"settling": "stop"}, (0, 0)),
         ):
@@ -1001,6 +1005,7 @@ class Decide(unittest.TestCase):
         for what, past, keys, seen, start, kind in (
             ("clear for long enough", (0, 2), need, {}, "llama", "turn"),
             ("not yet", (0, 1), need, {}, "", "streak"),
+            ("the card has changed hands just now", (0, -1), need, {}, "", "streak"),
             ("a pass in between is no poll", (0, 2), need, {"tick": False}, "", "streak"),
             ("VRAM is enough to the byte", (0, 2), need, {"free": 15 * GIB}, "llama", "turn"),
             ("one byte is missing", (0, 2), need, {"free": 15 * GIB - 1}, "", "vram"),
@@ -1046,6 +1051,21 @@ class Decide(unittest.TestCase):
         decision = self.decide(self.child("stopped"), contenders="job (pid 7)")
         self.assertEqual(decision.why["llama"][1], "yielded to job (pid 7)")
         self.assertEqual(self.decide(self.child("ready"), past=(0, 9)).why, {})
+        decision = self.decide(self.child("stopped"), past=(0, -1), tick=False)
+        self.assertEqual(decision.why["llama"][1], "the card is clear in 0 of 3 polls")
+        decision = self.decide(self.child("ready", "a"), self.child("stopped", "b"), claim="flock")
+        self.assertEqual(decision.why, dict.fromkeys("ab", ("yielded", "yielded to flock")))
+
+    def test_the_first_poll_after_a_claim_starts_nothing(self) -> None:
+        """Even with start_after_polls = 1: whoever gets the lock may not be seen yet."""
+        streaks = mavgpud.Streaks()
+        started = []
+        for claim in ("", "flock", "", ""):
+            seen = mavgpud.Seen(True, (self.child("stopped"),), claim=claim, free=GIB)
+            decision = mavgpud.decide(seen, streaks, 1, 1)
+            streaks = decision.streaks
+            started.append(decision.start)
+        self.assertEqual(started, ["llama", "", "", "llama"])
 
 
 # ---- tests: the configuration --------------------------------------------------------------------
@@ -2054,7 +2074,7 @@ class Signals(TestCase):
 
     def test_reload(self) -> None:
         """What has not changed its own command runs on."""
-        other, more = self.child("other"), self.child("more")
+        other, more = self.child("other", routes=["/v1/audio/"]), self.child("more")
         top = self.supervisor(children=[other])
         llama, first = top.ready(), top.ready(name="other")
         with top.stream(tokens=50, interval=0.02).head() as stream:
@@ -2073,6 +2093,9 @@ class Signals(TestCase):
         top.wait_log("^other is no longer configured$")
         top.wait_log(rf"^other \(pid {first}\) is gone after")
         until(lambda: top.get("/health/other").status == 404)
+        requests = len(top.seen(top.llama_port)["requests"])
+        self.assertEqual(top.get("/v1/audio/x").status, 404)  # llama has the rest again
+        self.assertEqual(len(top.seen(top.llama_port)["requests"]), requests + 1)
         self.assertTrue(alive(third))
         top.reload(idle_timeout="300ms", idle_rest="never")
         top.wait_log("^llama is idle for")

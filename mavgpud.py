@@ -2168,7 +2168,7 @@ class Wire:
     One buffer per socket; what is handed out of it is valid until the next `fill`.
     """
 
-    SMALL, LARGE = 8 * 1024, 256 * 1024
+    SMALL, LARGE = 8 * 1024, 512 * 1024  # bytes of buffer; no head or trailer section fills it
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -2178,14 +2178,13 @@ class Wire:
 
     def fill(self) -> bool:
         """Waits for bytes and appends them; False at the peer's end. Ended, Stalled."""
-        if self.start == self.end:
-            if self.end == len(self.buffer) < self.LARGE:
-                self.resize(len(self.buffer) * 4)
+        if self.end == len(self.buffer):  # it grows for a large body, or a head or trailers
+            grows = self.start == self.end or self.start < self.end // 2
+            self.resize(min(self.end * 4, self.LARGE) if grows else self.end)
+        elif self.start == self.end:
             self.start = self.end = 0
-        elif self.end == len(self.buffer):
-            self.resize(len(self.buffer) * (4 if self.start < self.end // 2 else 1))
         try:
-            count = self.sock.recv_into(self.view[self.end :] if self.end else self.view)
+            count = self.sock.recv_into(self.view[self.end :])
         except BlockingIOError:
             raise Stalled from None
         except OSError:
@@ -2194,20 +2193,18 @@ class Wire:
         return count > 0
 
     def resize(self, size: int) -> None:
-        """A new buffer, with what is not used yet at its beginning."""
-        rest = self.buffer[self.start : self.end]
-        self.buffer = bytearray(max(size, self.SMALL))
-        self.view = memoryview(self.buffer)
-        self.buffer[: len(rest)] = rest
+        """A buffer of that size, with what is not used yet at its beginning."""
+        rest = bytes(self.view[self.start : self.end])
+        if size != len(self.buffer):
+            self.buffer = bytearray(size)
+            self.view = memoryview(self.buffer)
         self.start, self.end = 0, len(rest)
+        self.view[: self.end] = rest
 
     def send(self, data: Piece) -> None:
         """Sends all of it. Ended; Stalled when not a byte goes out for the socket's time limit."""
         try:
-            sent = self.sock.send(data)
-            while sent < len(data):
-                data = memoryview(data)[sent:]
-                sent = self.sock.send(data)
+            self.sock.sendall(data)
         except BlockingIOError:
             raise Stalled from None
         except OSError:
@@ -2222,15 +2219,14 @@ class Wire:
 
     def head(self) -> bytes | None:
         """The next head, if it has arrived whole; Malformed if it is too large already."""
-        if self.start == self.end:
-            return None
         at = self.buffer.find(b"\r\n\r\n", self.start, self.end)
-        if at < 0 or at + 4 - self.start > MAX_HEAD:
-            if self.end - self.start >= MAX_HEAD:
-                raise Malformed(431, f"header of more than {MAX_HEAD} bytes")
+        stop = at + 4 if at >= 0 else self.end
+        if stop - self.start > MAX_HEAD:
+            raise Malformed(431, f"header of more than {MAX_HEAD} bytes")
+        if at < 0:
             return None
-        head = bytes(self.view[self.start : at + 4])
-        self.start = at + 4
+        head = bytes(self.view[self.start : stop])
+        self.start = stop
         return head
 
 
@@ -2379,17 +2375,15 @@ class Upstream(http.client.HTTPConnection):
 
     def quiet(self) -> bool:
         """Whether it is open and without a stray byte, which the next answer would begin with."""
-        return self.wire.start == self.wire.end and not self.poller.poll(0)
+        return not self.poller.poll(0)
 
     def response(self, method: bytes) -> Response:
         """The next head, of an interim or a final response. Malformed, Ended."""
-        while True:
-            head = self.wire.head()
-            if head:
-                read = remembered_response if len(head) <= MAX_REMEMBERED else Response
-                return read(head, method)
+        while not (head := self.wire.head()):
             if not self.wire.fill():
                 raise Ended
+        read = remembered_response if len(head) <= MAX_REMEMBERED else Response
+        return read(head, method)
 
 
 # ---- the front: handlers -------------------------------------------------------------------------

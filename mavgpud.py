@@ -1902,7 +1902,7 @@ class Watcher(threading.Thread):
 
 MAX_LINE = 32 * 1024  # bytes of a request line (414)
 MAX_HEAD = 128 * 1024  # bytes of a head (431)
-MAX_FIELDS = 256  # fields of a head (431)
+MAX_FIELDS = 256  # fields of a head, or of a trailer section (431)
 MAX_CHUNK_LINE = 4096  # bytes of a chunk's size line
 MAX_TRAILERS = 64 * 1024  # bytes of a trailer section
 MAX_INTERIM = 32  # 1xx responses before the final one
@@ -2235,18 +2235,14 @@ class Body:
 
     def __init__(self, wire: Wire, framing: int) -> None:
         self.wire = wire
-        self.left = framing  # bytes of the body, or of a chunk with its end, that are to come
         self.framing = framing
+        self.left = framing if framing > 0 else 0  # bytes to come of it, or of a chunk with its end
         self.done = framing == 0
-        if framing == CHUNKED:
-            self.left = 0
 
     def arrived(self) -> list[Piece]:
         """The content that has arrived, without waiting. Malformed."""
         if self.framing == CHUNKED:
-            pieces: list[Piece] = []
-            self.chunks(pieces)
-            return pieces
+            return self.chunks(True)
         wire = self.wire
         count = wire.end - wire.start
         if self.framing >= 0:
@@ -2255,9 +2251,8 @@ class Body:
             self.done = not self.left
         if not count:
             return []
-        piece = wire.view[wire.start : wire.start + count]
         wire.start += count
-        return [piece]
+        return [wire.view[wire.start - count : wire.start]]
 
     def wait(self) -> None:
         """Waits for something to arrive. Ended (also where it ends too early), Stalled."""
@@ -2273,68 +2268,53 @@ class Body:
         """
         if not chunked or self.framing != CHUNKED:
             return framed(self.arrived(), chunked, self.done)
-        wire = self.wire
-        begin = wire.start
-        self.chunks(None)
-        return wire.view[begin : wire.start]
+        begin = self.wire.start
+        self.chunks(False)
+        return self.wire.view[begin : self.wire.start]
 
-    def chunks(self, pieces: list[Piece] | None) -> None:
-        """Goes through all that has arrived; adds the content of chunks, or of parts of them."""
-        view = self.wire.view[self.wire.start : self.wire.end]
-        data, at, end = b"", 0, len(view)
-        while not self.done:
-            if self.left:  # the rest of a chunk, and the line end that closes it
-                size = max(0, min(self.left - 2, end - at))
-                if size and pieces is not None:
-                    pieces.append(view[at : at + size])
-                at += size
-                self.left -= size
-                line_end = bytes(view[at : at + 2])
-                if self.left > 2 or line_end in (b"", b"\r"):
-                    break
-                if line_end != b"\r\n":
-                    raise Malformed(400, "a chunk longer than it says")
-                at += 2
-                self.left = 0
-            data = data or bytes(view)  # in which to look costs less
-            stop = data.find(b"\r\n", at)
-            if stop < 0:
-                if not PARTIAL.fullmatch(data, at) or end - at > MAX_CHUNK_LINE:
-                    raise Malformed(400, "malformed chunk")
-                break
-            size = chunk_size(data[at:stop])
-            after = stop + 4 + size
-            if not size:
-                after = self.trailers(data, stop + 2)
-                if after < 0:
-                    break
-                self.done = True
-            elif after > end:
-                self.left = size + 2
-                after = stop + 2
-            elif data[after - 2 : after] != b"\r\n":
-                raise Malformed(400, "a chunk longer than it says")
-            elif pieces is not None:
-                pieces.append(view[stop + 2 : after - 2])
-            at = after
-        self.wire.start += at
+    def chunks(self, wanted: bool) -> list[Piece]:
+        """Goes through all that has arrived; its content, in pieces, if that is wanted. Malformed.
 
-    @staticmethod
-    def trailers(data: bytes, at: int) -> int:
-        """Where the trailer section ends, -1 if it has not arrived whole. Malformed.
-
-        Those of a request do not reach the child: RFC 9110 6.5.1 lets nobody rely on them.
+        Trailers are no content, so those of a request do not reach the child: RFC 9110 6.5.1 lets
+        nobody rely on them.
         """
-        if data.startswith(b"\r\n", at):
-            return at + 2
-        stop = data.find(b"\r\n\r\n", at)
-        if (stop if stop >= 0 else len(data)) - at > MAX_TRAILERS:
-            raise Malformed(431, "trailers of more than 64 KiB")
-        if stop < 0:
-            return -1
-        for line in data[at:stop].split(b"\r\n"):
-            field_of(line)
-        return stop + 4
+        view = self.wire.view[self.wire.start : self.wire.end]
+        pieces: list[Piece] = []
+        at, end = 0, len(view)
+        # To look into a copy costs less, but inside a large chunk there is nothing to look for.
+        data = bytes(view) if self.left < end + 2 else b""
+        while not self.done:
+            if not self.left:
+                stop = data.find(b"\r\n", at)
+                if stop < 0:
+                    if not PARTIAL.fullmatch(data, at) or end - at > MAX_CHUNK_LINE:
+                        raise Malformed(400, "malformed chunk")
+                    break
+                size = chunk_size(data[at:stop])
+                if not size:
+                    trailers, whole, _ = data[stop:].partition(b"\r\n\r\n")
+                    if len(trailers) > MAX_TRAILERS:
+                        raise Malformed(431, "trailers of more than 64 KiB")
+                    if whole:
+                        split_head(trailers + whole, UNDERSTOOD)
+                        at = stop + len(trailers) + 4
+                        self.done = True
+                    break
+                self.left = size + 2
+                at = stop + 2
+            after = at + self.left
+            stop = after - 2 if after - 2 < end else end
+            if wanted and at < stop:
+                pieces.append(view[at:stop])
+            ending = data[stop:after]
+            at = after if ending == b"\r\n" else stop
+            self.left = after - at
+            if self.left:
+                if ending not in (b"", b"\r"):
+                    raise Malformed(400, "a chunk longer than it says")
+                break
+        self.wire.start += at
+        return pieces
 
 
 @functools.lru_cache(maxsize=256)

@@ -2667,8 +2667,9 @@ class Bodies(unittest.TestCase):
 
     def test_limits(self) -> None:
         long_line = b"5;" + b"a" * mavgpud.MAX_CHUNK_LINE + b"\r\nhello\r\n0\r\n\r\n"
-        trailers = b"0\r\n" + (b"A: " + b"b" * 1000 + b"\r\n") * 70 + b"\r\n"
-        for data in (long_line, trailers):
+        long_trailers = b"0\r\n" + (b"A: " + b"b" * 1000 + b"\r\n") * 70 + b"\r\n"
+        many_trailers = b"0\r\n" + b"A: b\r\n" * (mavgpud.MAX_FIELDS + 1) + b"\r\n"
+        for data in (long_line, long_trailers, many_trailers):
             for step in (1000, 1 << 17):
                 with self.subTest(data[:10], step=step), self.assertRaises(mavgpud.Malformed):
                     self.feed(

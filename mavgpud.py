@@ -1915,10 +1915,11 @@ BARE_LF = re.compile(rb"(?<!\r)\n")
 OTHER_VERSION = re.compile(rb"[^ ]+ [^ ]+ HTTP/[02-9]\.[0-9]")
 STATUS_LINE = re.compile(rb"HTTP/1\.([0-9]) ([1-5][0-9][0-9])(?: ([\t\x20-\x7e\x80-\xff]*))?")
 FIELD = re.compile(rb"(" + TOKEN + rb"):([\t\x20-\x7e\x80-\xff]*)")
+EVENTS = re.compile(rb"(?i)\r\ncontent-type:.*text/event-stream")
 HOST = re.compile(
     rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]{0,5})?"
 )
-ABSOLUTE = re.compile(rb"(?i:https?)://([^/?#]+)([/?].*)?")
+ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]+)/?(.*)")
 # A chunk's size line, and what may still become one; RFC 9112 7.1.
 CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
 PARTIAL = re.compile(rb"(?:[0-9A-Fa-f]{1,15}(?:[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?)?\r?)?")
@@ -1929,7 +1930,6 @@ HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate",
      b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade")
 )
-CONNECTION_OPTIONS = HOP_BY_HOP | {b"close", b""}  # those that nominate no other field
 UNDERSTOOD = HOP_BY_HOP | {b"content-length"}
 UNDERSTOOD_IN_REQUEST = UNDERSTOOD | {b"host", b"expect", b"x-forwarded-for"}
 
@@ -1953,14 +1953,7 @@ class Stalled(Exception):
 
 
 Known = dict[bytes, list[bytes]]
-
-
-def field_of(line: bytes) -> tuple[bytes, bytes]:
-    """The lower-case name and the value of a field line, without its line end. Malformed (400)."""
-    match = FIELD.fullmatch(line)
-    if not match:
-        raise Malformed(400, "malformed header field")
-    return match[1].lower(), match[2].strip(b" \t")
+Piece = Union[bytes, memoryview]
 
 
 def split_head(head: bytes, understood: frozenset[bytes]) -> tuple[bytes, list[bytes], Known]:
@@ -1975,18 +1968,18 @@ def split_head(head: bytes, understood: frozenset[bytes]) -> tuple[bytes, list[b
     kept = []
     known = Known()
     for line in lines:
-        name, value = field_of(line)
-        if name not in understood:
-            kept.append(line)
-        elif name in known:
-            known[name].append(value)
+        match = FIELD.fullmatch(line)
+        if not match:
+            raise Malformed(400, "malformed header field")
+        name = match[1].lower()
+        if name in understood:
+            known.setdefault(name, []).append(match[2].strip(b" \t"))
         else:
-            known[name] = [value]
+            kept.append(line)
     if b"connection" in known:
         tokens = b",".join(known[b"connection"]).lower().split(b",")
         known[b"connection"] = tokens = [token.strip(b" \t") for token in tokens]
-        if not CONNECTION_OPTIONS.issuperset(tokens):
-            kept = [line for line in kept if line.partition(b":")[0].lower() not in tokens]
+        kept = [line for line in kept if line.partition(b":")[0].lower() not in tokens]
     return first, kept, known
 
 
@@ -2012,21 +2005,20 @@ def framing(known: Known, otherwise: int) -> int:
 class Request:
     """The head of a request, checked; never changed. Malformed says why it is refused."""
 
-    __slots__ = (
-        "method", "target", "old", "known", "framing", "close", "upgrade", "forwarded",
-    )
-
     def __init__(self, head: bytes) -> None:
-        line, kept, self.known = split_head(head, UNDERSTOOD_IN_REQUEST)
-        self.method, self.target, minor = request_line(line)
-        known = self.known
-        self.old = minor == b"0"
-        hosts = known.get(b"host", [])
-        if len(hosts) != 1 and not (self.old and not hosts):
+        line, kept, known = split_head(head, UNDERSTOOD_IN_REQUEST)
+        self.method, self.target, self.old = request_line(line)
+        hosts = known.get(b"host", [b""] if self.old else [])
+        if len(hosts) != 1:
             raise Malformed(400, "not exactly one Host")
+        host = hosts[0]
         if not self.target.startswith(b"/"):
-            known[b"host"] = hosts = self.absolute_form(hosts)
-        if hosts and not HOST.fullmatch(hosts[0]):
+            absolute = ABSOLUTE.fullmatch(self.target)
+            if absolute:  # RFC 9112 3.2.2: its authority overrides Host
+                host, self.target = absolute[1], b"/" + absolute[2]
+            elif self.target != b"*" or self.method != b"OPTIONS":
+                raise Malformed(400, "malformed request target")
+        if not HOST.fullmatch(host):
             raise Malformed(400, "malformed Host")
         if self.old and b"transfer-encoding" in known:
             raise Malformed(400, "Transfer-Encoding in HTTP/1.0")
@@ -2034,48 +2026,26 @@ class Request:
         options = known.get(b"connection", ())
         self.close = self.old or b"close" in options
         # Nothing but websocket: with h2c, requests could be smuggled past us.
-        wanted = [value.lower() for value in known.get(b"upgrade", ())]
-        self.upgrade = (
-            wanted == [b"websocket"] and b"upgrade" in options and not (self.framing or self.old)
-        )
-        self.forwarded = self.upstream_head(kept)
+        websocket = b",".join(known.get(b"upgrade", ())).lower() == b"websocket"
+        self.upgrade = websocket and b"upgrade" in options and not (self.framing or self.old)
+        expect = [] if self.old else known.get(b"expect", [])
+        self.expects = b"100-continue" in map(bytes.lower, expect)
 
-    def expects(self) -> bool:
-        """Whether the client waits for a 100 (Continue) before it sends the body."""
-        return b"100-continue" in map(bytes.lower, self.known.get(b"expect", ()))
-
-    def absolute_form(self, hosts: list[bytes]) -> list[bytes]:
-        """RFC 9112 3.2.2: the authority of an absolute target overrides Host. 3.2.4: OPTIONS *."""
-        match = ABSOLUTE.fullmatch(self.target)
-        if match:
-            rest = match[2] or b"/"
-            self.target = rest if rest.startswith(b"/") else b"/" + rest
-            return [match[1]]
-        if self.target == b"*" and self.method == b"OPTIONS":
-            return hosts
-        raise Malformed(400, "malformed request target")
-
-    def upstream_head(self, kept: list[bytes]) -> bytes:
-        """The head as the child gets it, but for the client's own address at its end."""
-        known = self.known
-        host = known[b"host"][0] if b"host" in known else b""
+        # The head as the child gets it, but for the client's own address at its end.
         lines = [b"%s %s HTTP/1.1\r\nHost: %s" % (self.method, self.target, host), *kept]
+        lines += [b"Expect: " + value for value in expect]
         if self.framing == CHUNKED:
             lines.append(b"Transfer-Encoding: chunked")
         elif b"content-length" in known:
             lines.append(b"Content-Length: " + known[b"content-length"][0])
-        if not self.old:
-            lines += [b"Expect: " + value for value in known.get(b"expect", ())]
         if self.upgrade:
             lines += [b"Connection: Upgrade", b"Upgrade: " + known[b"upgrade"][0]]
-        lines.append(b"X-Forwarded-For: ")
-        return b"\r\n".join(lines) + b"".join(
-            value + b", " for value in known.get(b"x-forwarded-for", ())
-        )
+        addresses = [*known.get(b"x-forwarded-for", ()), b""]
+        self.forwarded = b"\r\n".join(lines) + b"\r\nX-Forwarded-For: " + b", ".join(addresses)
 
 
-def request_line(line: bytes) -> tuple[bytes, bytes, bytes]:
-    """Method, target and minor version of a request line. Malformed (400, 405, 414, 505)."""
+def request_line(line: bytes) -> tuple[bytes, bytes, bool]:
+    """Method, target, and whether it is HTTP/1.0. Malformed (400, 405, 414, 505)."""
     if len(line) > MAX_LINE:
         raise Malformed(414, f"request line of more than {MAX_LINE} bytes")
     match = REQUEST_LINE.fullmatch(line)
@@ -2086,60 +2056,44 @@ def request_line(line: bytes) -> tuple[bytes, bytes, bytes]:
     method, target, minor = match.groups()
     if method in (b"CONNECT", b"TRACE"):
         raise Malformed(405, f"{method.decode()} is not served here")
-    return method, target, minor
+    return method, target, minor == b"0"
 
 
 class Response:
     """The head of a child's response, checked. Malformed if it is none."""
 
-    __slots__ = ("status", "reason", "kept", "known", "framing", "reusable", "heads")
-
     def __init__(self, head: bytes, method: bytes) -> None:
-        line, self.kept, self.known = split_head(head, UNDERSTOOD)
+        line, kept, self.known = split_head(head, UNDERSTOOD)
         match = STATUS_LINE.fullmatch(line)
         if not match:
             raise Malformed(502, "malformed status line")
         self.status = int(match[2])
-        self.reason = match[3] or b""
+        self.kept = b"\r\n".join((b"HTTP/1.1 %b %b" % (match[2], match[3] or b""), *kept))
         length = framing(self.known, UNTIL_CLOSE)
         bodiless = method == b"HEAD" or self.status < 200 or self.status in (204, 304)
         self.framing = 0 if bodiless else length
-        self.heads: dict[tuple[bool, bool], bytes] = {}  # what client_head has made
+        closes = match[1] != b"1" or b"close" in self.known.get(b"connection", ())
         # llama-server closes after every chunked response, whatever it has announced.
-        self.reusable = (
-            match[1] == b"1"
-            and b"close" not in self.known.get(b"connection", ())
-            and self.status >= 200
-            and self.framing >= 0
-        )
+        self.reusable = not closes and self.status >= 200 and self.framing >= 0
 
     def is_events(self) -> bool:
         """Whether the body is a stream of server-sent events."""
-        return any(
-            line.lower().startswith(b"content-type:") and b"text/event-stream" in line.lower()
-            for line in self.kept
-        )
+        return EVENTS.search(self.kept) is not None
 
     def client_head(self, old: bool, close: bool) -> bytes:
-        """The head as a client gets it: the child's own fields, framed for HTTP/1.1 or, if `old`,
-        for HTTP/1.0."""
-        made = self.heads.get((old, close))
-        if made:
-            return made
-        lines = [b"HTTP/1.1 %d %s" % (self.status, self.reason), *self.kept]
-        if b"content-length" in self.known:
-            if self.status >= 200 and self.status != 204:
+        """The head as a client gets it, framed for HTTP/1.1 or, if `old`, for HTTP/1.0."""
+        lines = [self.kept]
+        if self.status >= 200 and self.status != 204:
+            coded = b"transfer-encoding" in self.known and self.status != 304
+            if b"content-length" in self.known:
                 lines.append(b"Content-Length: " + self.known[b"content-length"][0])
-        elif not old and (
-            self.framing < 0 or (self.status != 304 and b"transfer-encoding" in self.known)
-        ) and self.status not in (101, 204):
-            lines.append(b"Transfer-Encoding: chunked")
+            elif not old and (self.framing == UNTIL_CLOSE or coded):
+                lines.append(b"Transfer-Encoding: chunked")
         if self.status == 101:
             lines += [b"Connection: Upgrade", b"Upgrade: websocket"]
         elif close and self.status >= 200:
             lines.append(b"Connection: close")
-        made = self.heads[old, close] = b"\r\n".join(lines) + b"\r\n\r\n"
-        return made
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
 # A client that polls, and llama-server in answering it, send the same head again and again, and to
@@ -2150,8 +2104,6 @@ remembered_response = functools.lru_cache(maxsize=256)(Response)
 
 
 # ---- the front: one side of an exchange ----------------------------------------------------------
-
-Piece = Union[bytes, memoryview]
 
 
 def timeval(seconds: float) -> bytes:
@@ -2675,7 +2627,7 @@ class Exchange:
             interim += 1
             if interim > MAX_INTERIM:
                 raise Malformed(502, "no end of interim responses")
-            if not request.old and (response.status != 100 or request.expects()):
+            if not request.old and (response.status != 100 or request.expects):
                 self.deliver(response.client_head(False, False))
             assert self.upstream
             response = self.upstream.response(request.method)

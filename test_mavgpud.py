@@ -2371,6 +2371,7 @@ class RequestHeads(unittest.TestCase):
             (b"GET HTTP://other HTTP/1.1" + H, b"GET", b"/", 0, False, False),
             (b"GET http://other?q HTTP/1.1" + H, b"GET", b"/?q", 0, False, False),
             (b"OPTIONS * HTTP/1.1" + H, b"OPTIONS", b"*", 0, False, False),
+            (b"OPTIONS * HTTP/1.0", b"OPTIONS", b"*", 0, True, False),
             (b"POST / HTTP/1.1\r\nContent-Length: 007" + H, b"POST", b"/", 7, False, False),
             (b"POST / HTTP/1.1\r\nContent-Length:\t5 \t" + H, b"POST", b"/", 5, False, False),
             (b"POST / HTTP/1.1\r\ntransfer-ENCODING: Chunked" + H, b"POST", b"/", mavgpud.CHUNKED,
@@ -2542,6 +2543,10 @@ class ResponseHeads(unittest.TestCase):
              b"HTTP/1.1 304 Not Modified\r\nContent-Length: 9"),
             (b"HTTP/1.1 103 Early Hints\r\nLink: x", new, True,
              b"HTTP/1.1 103 Early Hints\r\nLink: x"),
+            (b"HTTP/1.1 103 Early Hints\r\nTransfer-Encoding: chunked", new, False,
+             b"HTTP/1.1 103 Early Hints"),
+            (b"HTTP/1.1 304 Not Modified\r\nTransfer-Encoding: chunked", new, False,
+             b"HTTP/1.1 304 Not Modified"),
         ):
             with self.subTest(head):
                 response = mavgpud.Response(head + b"\r\n\r\n", b"GET")

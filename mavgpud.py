@@ -1776,7 +1776,7 @@ class Watcher(threading.Thread):
 
 MAX_LINE = 32 * 1024  # bytes of a request line (414)
 MAX_HEAD = 128 * 1024  # bytes of a head (431)
-MAX_FIELDS = 256  # fields of a head (431)
+MAX_FIELDS = 256  # fields of a head, or of a trailer section (431)
 MAX_CHUNK_LINE = 4096  # bytes of a chunk's size line
 MAX_TRAILERS = 64 * 1024  # bytes of a trailer section
 MAX_INTERIM = 32  # 1xx responses before the final one
@@ -1789,10 +1789,11 @@ BARE_LF = re.compile(rb"(?<!\r)\n")
 OTHER_VERSION = re.compile(rb"[^ ]+ [^ ]+ HTTP/[02-9]\.[0-9]")
 STATUS_LINE = re.compile(rb"HTTP/1\.([0-9]) ([1-5][0-9][0-9])(?: ([\t\x20-\x7e\x80-\xff]*))?")
 FIELD = re.compile(rb"(" + TOKEN + rb"):([\t\x20-\x7e\x80-\xff]*)")
+EVENTS = re.compile(rb"(?i)\r\ncontent-type:.*text/event-stream")
 HOST = re.compile(
     rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]{0,5})?"
 )
-ABSOLUTE = re.compile(rb"(?i:https?)://([^/?#]+)([/?].*)?")
+ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]+)/?(.*)")
 # A chunk's size line, and what may still become one; RFC 9112 7.1.
 CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
 PARTIAL = re.compile(rb"(?:[0-9A-Fa-f]{1,15}(?:[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?)?\r?)?")
@@ -1803,7 +1804,6 @@ HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate",
      b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade")
 )
-CONNECTION_OPTIONS = HOP_BY_HOP | {b"close", b""}  # those that nominate no other field
 UNDERSTOOD = HOP_BY_HOP | {b"content-length"}
 UNDERSTOOD_IN_REQUEST = UNDERSTOOD | {b"host", b"expect", b"x-forwarded-for"}
 
@@ -1827,14 +1827,7 @@ class Stalled(Exception):
 
 
 Known = dict[bytes, list[bytes]]
-
-
-def field_of(line: bytes) -> tuple[bytes, bytes]:
-    """The lower-case name and the value of a field line, without its line end. Malformed (400)."""
-    match = FIELD.fullmatch(line)
-    if not match:
-        raise Malformed(400, "malformed header field")
-    return match[1].lower(), match[2].strip(b" \t")
+Piece = Union[bytes, memoryview]
 
 
 def split_head(head: bytes, understood: frozenset[bytes]) -> tuple[bytes, list[bytes], Known]:
@@ -1849,18 +1842,18 @@ def split_head(head: bytes, understood: frozenset[bytes]) -> tuple[bytes, list[b
     kept = []
     known = Known()
     for line in lines:
-        name, value = field_of(line)
-        if name not in understood:
-            kept.append(line)
-        elif name in known:
-            known[name].append(value)
+        match = FIELD.fullmatch(line)
+        if not match:
+            raise Malformed(400, "malformed header field")
+        name = match[1].lower()
+        if name in understood:
+            known.setdefault(name, []).append(match[2].strip(b" \t"))
         else:
-            known[name] = [value]
+            kept.append(line)
     if b"connection" in known:
         tokens = b",".join(known[b"connection"]).lower().split(b",")
         known[b"connection"] = tokens = [token.strip(b" \t") for token in tokens]
-        if not CONNECTION_OPTIONS.issuperset(tokens):
-            kept = [line for line in kept if line.partition(b":")[0].lower() not in tokens]
+        kept = [line for line in kept if line.partition(b":")[0].lower() not in tokens]
     return first, kept, known
 
 
@@ -1886,21 +1879,20 @@ def framing(known: Known, otherwise: int) -> int:
 class Request:
     """The head of a request, checked; never changed. Malformed says why it is refused."""
 
-    __slots__ = (
-        "method", "target", "old", "known", "framing", "close", "upgrade", "forwarded",
-    )
-
     def __init__(self, head: bytes) -> None:
-        line, kept, self.known = split_head(head, UNDERSTOOD_IN_REQUEST)
-        self.method, self.target, minor = request_line(line)
-        known = self.known
-        self.old = minor == b"0"
-        hosts = known.get(b"host", [])
-        if len(hosts) != 1 and not (self.old and not hosts):
+        line, kept, known = split_head(head, UNDERSTOOD_IN_REQUEST)
+        self.method, self.target, self.old = request_line(line)
+        hosts = known.get(b"host", [b""] if self.old else [])
+        if len(hosts) != 1:
             raise Malformed(400, "not exactly one Host")
+        host = hosts[0]
         if not self.target.startswith(b"/"):
-            known[b"host"] = hosts = self.absolute_form(hosts)
-        if hosts and not HOST.fullmatch(hosts[0]):
+            absolute = ABSOLUTE.fullmatch(self.target)
+            if absolute:  # RFC 9112 3.2.2: its authority overrides Host
+                host, self.target = absolute[1], b"/" + absolute[2]
+            elif self.target != b"*" or self.method != b"OPTIONS":
+                raise Malformed(400, "malformed request target")
+        if not HOST.fullmatch(host):
             raise Malformed(400, "malformed Host")
         if self.old and b"transfer-encoding" in known:
             raise Malformed(400, "Transfer-Encoding in HTTP/1.0")
@@ -1908,48 +1900,26 @@ class Request:
         options = known.get(b"connection", ())
         self.close = self.old or b"close" in options
         # Nothing but websocket: with h2c, requests could be smuggled past us.
-        wanted = [value.lower() for value in known.get(b"upgrade", ())]
-        self.upgrade = (
-            wanted == [b"websocket"] and b"upgrade" in options and not (self.framing or self.old)
-        )
-        self.forwarded = self.upstream_head(kept)
+        websocket = b",".join(known.get(b"upgrade", ())).lower() == b"websocket"
+        self.upgrade = websocket and b"upgrade" in options and not (self.framing or self.old)
+        expect = [] if self.old else known.get(b"expect", [])
+        self.expects = b"100-continue" in map(bytes.lower, expect)
 
-    def expects(self) -> bool:
-        """Whether the client waits for a 100 (Continue) before it sends the body."""
-        return b"100-continue" in map(bytes.lower, self.known.get(b"expect", ()))
-
-    def absolute_form(self, hosts: list[bytes]) -> list[bytes]:
-        """RFC 9112 3.2.2: the authority of an absolute target overrides Host. 3.2.4: OPTIONS *."""
-        match = ABSOLUTE.fullmatch(self.target)
-        if match:
-            rest = match[2] or b"/"
-            self.target = rest if rest.startswith(b"/") else b"/" + rest
-            return [match[1]]
-        if self.target == b"*" and self.method == b"OPTIONS":
-            return hosts
-        raise Malformed(400, "malformed request target")
-
-    def upstream_head(self, kept: list[bytes]) -> bytes:
-        """The head as the child gets it, but for the client's own address at its end."""
-        known = self.known
-        host = known[b"host"][0] if b"host" in known else b""
+        # The head as the child gets it, but for the client's own address at its end.
         lines = [b"%s %s HTTP/1.1\r\nHost: %s" % (self.method, self.target, host), *kept]
+        lines += [b"Expect: " + value for value in expect]
         if self.framing == CHUNKED:
             lines.append(b"Transfer-Encoding: chunked")
         elif b"content-length" in known:
             lines.append(b"Content-Length: " + known[b"content-length"][0])
-        if not self.old:
-            lines += [b"Expect: " + value for value in known.get(b"expect", ())]
         if self.upgrade:
             lines += [b"Connection: Upgrade", b"Upgrade: " + known[b"upgrade"][0]]
-        lines.append(b"X-Forwarded-For: ")
-        return b"\r\n".join(lines) + b"".join(
-            value + b", " for value in known.get(b"x-forwarded-for", ())
-        )
+        addresses = [*known.get(b"x-forwarded-for", ()), b""]
+        self.forwarded = b"\r\n".join(lines) + b"\r\nX-Forwarded-For: " + b", ".join(addresses)
 
 
-def request_line(line: bytes) -> tuple[bytes, bytes, bytes]:
-    """Method, target and minor version of a request line. Malformed (400, 405, 414, 505)."""
+def request_line(line: bytes) -> tuple[bytes, bytes, bool]:
+    """Method, target, and whether it is HTTP/1.0. Malformed (400, 405, 414, 505)."""
     if len(line) > MAX_LINE:
         raise Malformed(414, f"request line of more than {MAX_LINE} bytes")
     match = REQUEST_LINE.fullmatch(line)
@@ -1960,60 +1930,44 @@ def request_line(line: bytes) -> tuple[bytes, bytes, bytes]:
     method, target, minor = match.groups()
     if method in (b"CONNECT", b"TRACE"):
         raise Malformed(405, f"{method.decode()} is not served here")
-    return method, target, minor
+    return method, target, minor == b"0"
 
 
 class Response:
     """The head of a child's response, checked. Malformed if it is none."""
 
-    __slots__ = ("status", "reason", "kept", "known", "framing", "reusable", "heads")
-
     def __init__(self, head: bytes, method: bytes) -> None:
-        line, self.kept, self.known = split_head(head, UNDERSTOOD)
+        line, kept, self.known = split_head(head, UNDERSTOOD)
         match = STATUS_LINE.fullmatch(line)
         if not match:
             raise Malformed(502, "malformed status line")
         self.status = int(match[2])
-        self.reason = match[3] or b""
+        self.kept = b"\r\n".join((b"HTTP/1.1 %b %b" % (match[2], match[3] or b""), *kept))
         length = framing(self.known, UNTIL_CLOSE)
         bodiless = method == b"HEAD" or self.status < 200 or self.status in (204, 304)
         self.framing = 0 if bodiless else length
-        self.heads: dict[tuple[bool, bool], bytes] = {}  # what client_head has made
+        closes = match[1] != b"1" or b"close" in self.known.get(b"connection", ())
         # llama-server closes after every chunked response, whatever it has announced.
-        self.reusable = (
-            match[1] == b"1"
-            and b"close" not in self.known.get(b"connection", ())
-            and self.status >= 200
-            and self.framing >= 0
-        )
+        self.reusable = not closes and self.status >= 200 and self.framing >= 0
 
     def is_events(self) -> bool:
         """Whether the body is a stream of server-sent events."""
-        return any(
-            line.lower().startswith(b"content-type:") and b"text/event-stream" in line.lower()
-            for line in self.kept
-        )
+        return EVENTS.search(self.kept) is not None
 
     def client_head(self, old: bool, close: bool) -> bytes:
-        """The head as a client gets it: the child's own fields, framed for HTTP/1.1 or, if `old`,
-        for HTTP/1.0."""
-        made = self.heads.get((old, close))
-        if made:
-            return made
-        lines = [b"HTTP/1.1 %d %s" % (self.status, self.reason), *self.kept]
-        if b"content-length" in self.known:
-            if self.status >= 200 and self.status != 204:
+        """The head as a client gets it, framed for HTTP/1.1 or, if `old`, for HTTP/1.0."""
+        lines = [self.kept]
+        if self.status >= 200 and self.status != 204:
+            coded = b"transfer-encoding" in self.known and self.status != 304
+            if b"content-length" in self.known:
                 lines.append(b"Content-Length: " + self.known[b"content-length"][0])
-        elif not old and (
-            self.framing < 0 or (self.status != 304 and b"transfer-encoding" in self.known)
-        ) and self.status not in (101, 204):
-            lines.append(b"Transfer-Encoding: chunked")
+            elif not old and (self.framing == UNTIL_CLOSE or coded):
+                lines.append(b"Transfer-Encoding: chunked")
         if self.status == 101:
             lines += [b"Connection: Upgrade", b"Upgrade: websocket"]
         elif close and self.status >= 200:
             lines.append(b"Connection: close")
-        made = self.heads[old, close] = b"\r\n".join(lines) + b"\r\n\r\n"
-        return made
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
 # A client that polls, and llama-server in answering it, send the same head again and again, and to
@@ -2024,8 +1978,6 @@ remembered_response = functools.lru_cache(maxsize=256)(Response)
 
 
 # ---- the front: one side of an exchange ----------------------------------------------------------
-
-Piece = Union[bytes, memoryview]
 
 
 def timeval(seconds: float) -> bytes:
@@ -2042,7 +1994,7 @@ class Wire:
     One buffer per socket; what is handed out of it is valid until the next `fill`.
     """
 
-    SMALL, LARGE = 8 * 1024, 256 * 1024
+    SMALL, LARGE = 8 * 1024, 512 * 1024  # bytes of buffer; no head or trailer section fills it
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -2052,14 +2004,13 @@ class Wire:
 
     def fill(self) -> bool:
         """Waits for bytes and appends them; False at the peer's end. Ended, Stalled."""
-        if self.start == self.end:
-            if self.end == len(self.buffer) < self.LARGE:
-                self.resize(len(self.buffer) * 4)
+        if self.end == len(self.buffer):  # it grows for a large body, or a head or trailers
+            grows = self.start == self.end or self.start < self.end // 2
+            self.resize(min(self.end * 4, self.LARGE) if grows else self.end)
+        elif self.start == self.end:
             self.start = self.end = 0
-        elif self.end == len(self.buffer):
-            self.resize(len(self.buffer) * (4 if self.start < self.end // 2 else 1))
         try:
-            count = self.sock.recv_into(self.view[self.end :] if self.end else self.view)
+            count = self.sock.recv_into(self.view[self.end :])
         except BlockingIOError:
             raise Stalled from None
         except OSError:
@@ -2068,20 +2019,18 @@ class Wire:
         return count > 0
 
     def resize(self, size: int) -> None:
-        """A new buffer, with what is not used yet at its beginning."""
-        rest = self.buffer[self.start : self.end]
-        self.buffer = bytearray(max(size, self.SMALL))
-        self.view = memoryview(self.buffer)
-        self.buffer[: len(rest)] = rest
+        """A buffer of that size, with what is not used yet at its beginning."""
+        rest = bytes(self.view[self.start : self.end])
+        if size != len(self.buffer):
+            self.buffer = bytearray(size)
+            self.view = memoryview(self.buffer)
         self.start, self.end = 0, len(rest)
+        self.view[: self.end] = rest
 
     def send(self, data: Piece) -> None:
         """Sends all of it. Ended; Stalled when not a byte goes out for the socket's time limit."""
         try:
-            sent = self.sock.send(data)
-            while sent < len(data):
-                data = memoryview(data)[sent:]
-                sent = self.sock.send(data)
+            self.sock.sendall(data)
         except BlockingIOError:
             raise Stalled from None
         except OSError:
@@ -2096,15 +2045,14 @@ class Wire:
 
     def head(self) -> bytes | None:
         """The next head, if it has arrived whole; Malformed if it is too large already."""
-        if self.start == self.end:
-            return None
         at = self.buffer.find(b"\r\n\r\n", self.start, self.end)
-        if at < 0 or at + 4 - self.start > MAX_HEAD:
-            if self.end - self.start >= MAX_HEAD:
-                raise Malformed(431, f"header of more than {MAX_HEAD} bytes")
+        stop = at + 4 if at >= 0 else self.end
+        if stop - self.start > MAX_HEAD:
+            raise Malformed(431, f"header of more than {MAX_HEAD} bytes")
+        if at < 0:
             return None
-        head = bytes(self.view[self.start : at + 4])
-        self.start = at + 4
+        head = bytes(self.view[self.start : stop])
+        self.start = stop
         return head
 
 
@@ -2113,18 +2061,14 @@ class Body:
 
     def __init__(self, wire: Wire, framing: int) -> None:
         self.wire = wire
-        self.left = framing  # bytes of the body, or of a chunk with its end, that are to come
         self.framing = framing
+        self.left = framing if framing > 0 else 0  # bytes to come of it, or of a chunk with its end
         self.done = framing == 0
-        if framing == CHUNKED:
-            self.left = 0
 
     def arrived(self) -> list[Piece]:
         """The content that has arrived, without waiting. Malformed."""
         if self.framing == CHUNKED:
-            pieces: list[Piece] = []
-            self.chunks(pieces)
-            return pieces
+            return self.chunks(True)
         wire = self.wire
         count = wire.end - wire.start
         if self.framing >= 0:
@@ -2133,9 +2077,8 @@ class Body:
             self.done = not self.left
         if not count:
             return []
-        piece = wire.view[wire.start : wire.start + count]
         wire.start += count
-        return [piece]
+        return [wire.view[wire.start - count : wire.start]]
 
     def wait(self) -> None:
         """Waits for something to arrive. Ended (also where it ends too early), Stalled."""
@@ -2151,68 +2094,53 @@ class Body:
         """
         if not chunked or self.framing != CHUNKED:
             return framed(self.arrived(), chunked, self.done)
-        wire = self.wire
-        begin = wire.start
-        self.chunks(None)
-        return wire.view[begin : wire.start]
+        begin = self.wire.start
+        self.chunks(False)
+        return self.wire.view[begin : self.wire.start]
 
-    def chunks(self, pieces: list[Piece] | None) -> None:
-        """Goes through all that has arrived; adds the content of chunks, or of parts of them."""
-        view = self.wire.view[self.wire.start : self.wire.end]
-        data, at, end = b"", 0, len(view)
-        while not self.done:
-            if self.left:  # the rest of a chunk, and the line end that closes it
-                size = max(0, min(self.left - 2, end - at))
-                if size and pieces is not None:
-                    pieces.append(view[at : at + size])
-                at += size
-                self.left -= size
-                line_end = bytes(view[at : at + 2])
-                if self.left > 2 or line_end in (b"", b"\r"):
-                    break
-                if line_end != b"\r\n":
-                    raise Malformed(400, "a chunk longer than it says")
-                at += 2
-                self.left = 0
-            data = data or bytes(view)  # in which to look costs less
-            stop = data.find(b"\r\n", at)
-            if stop < 0:
-                if not PARTIAL.fullmatch(data, at) or end - at > MAX_CHUNK_LINE:
-                    raise Malformed(400, "malformed chunk")
-                break
-            size = chunk_size(data[at:stop])
-            after = stop + 4 + size
-            if not size:
-                after = self.trailers(data, stop + 2)
-                if after < 0:
-                    break
-                self.done = True
-            elif after > end:
-                self.left = size + 2
-                after = stop + 2
-            elif data[after - 2 : after] != b"\r\n":
-                raise Malformed(400, "a chunk longer than it says")
-            elif pieces is not None:
-                pieces.append(view[stop + 2 : after - 2])
-            at = after
-        self.wire.start += at
+    def chunks(self, wanted: bool) -> list[Piece]:
+        """Goes through all that has arrived; its content, in pieces, if that is wanted. Malformed.
 
-    @staticmethod
-    def trailers(data: bytes, at: int) -> int:
-        """Where the trailer section ends, -1 if it has not arrived whole. Malformed.
-
-        Those of a request do not reach the child: RFC 9110 6.5.1 lets nobody rely on them.
+        Trailers are no content, so those of a request do not reach the child: RFC 9110 6.5.1 lets
+        nobody rely on them.
         """
-        if data.startswith(b"\r\n", at):
-            return at + 2
-        stop = data.find(b"\r\n\r\n", at)
-        if (stop if stop >= 0 else len(data)) - at > MAX_TRAILERS:
-            raise Malformed(431, "trailers of more than 64 KiB")
-        if stop < 0:
-            return -1
-        for line in data[at:stop].split(b"\r\n"):
-            field_of(line)
-        return stop + 4
+        view = self.wire.view[self.wire.start : self.wire.end]
+        pieces: list[Piece] = []
+        at, end = 0, len(view)
+        # To look into a copy costs less, but inside a large chunk there is nothing to look for.
+        data = bytes(view) if self.left < end + 2 else b""
+        while not self.done:
+            if not self.left:
+                stop = data.find(b"\r\n", at)
+                if stop < 0:
+                    if not PARTIAL.fullmatch(data, at) or end - at > MAX_CHUNK_LINE:
+                        raise Malformed(400, "malformed chunk")
+                    break
+                size = chunk_size(data[at:stop])
+                if not size:
+                    trailers, whole, _ = data[stop:].partition(b"\r\n\r\n")
+                    if len(trailers) > MAX_TRAILERS:
+                        raise Malformed(431, "trailers of more than 64 KiB")
+                    if whole:
+                        split_head(trailers + whole, UNDERSTOOD)
+                        at = stop + len(trailers) + 4
+                        self.done = True
+                    break
+                self.left = size + 2
+                at = stop + 2
+            after = at + self.left
+            stop = after - 2 if after - 2 < end else end
+            if wanted and at < stop:
+                pieces.append(view[at:stop])
+            ending = data[stop:after]
+            at = after if ending == b"\r\n" else stop
+            self.left = after - at
+            if self.left:
+                if ending not in (b"", b"\r"):
+                    raise Malformed(400, "a chunk longer than it says")
+                break
+        self.wire.start += at
+        return pieces
 
 
 @functools.lru_cache(maxsize=256)
@@ -2253,17 +2181,15 @@ class Upstream(http.client.HTTPConnection):
 
     def quiet(self) -> bool:
         """Whether it is open and without a stray byte, which the next answer would begin with."""
-        return self.wire.start == self.wire.end and not self.poller.poll(0)
+        return not self.poller.poll(0)
 
     def response(self, method: bytes) -> Response:
         """The next head, of an interim or a final response. Malformed, Ended."""
-        while True:
-            head = self.wire.head()
-            if head:
-                read = remembered_response if len(head) <= MAX_REMEMBERED else Response
-                return read(head, method)
+        while not (head := self.wire.head()):
             if not self.wire.fill():
                 raise Ended
+        read = remembered_response if len(head) <= MAX_REMEMBERED else Response
+        return read(head, method)
 
 
 # ---- the front: handlers -------------------------------------------------------------------------
@@ -2575,7 +2501,7 @@ class Exchange:
             interim += 1
             if interim > MAX_INTERIM:
                 raise Malformed(502, "no end of interim responses")
-            if not request.old and (response.status != 100 or request.expects()):
+            if not request.old and (response.status != 100 or request.expects):
                 self.deliver(response.client_head(False, False))
             assert self.upstream
             response = self.upstream.response(request.method)

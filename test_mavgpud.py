@@ -2416,6 +2416,7 @@ class RequestHeads(unittest.TestCase):
             (b"GET HTTP://other HTTP/1.1" + H, b"GET", b"/", 0, False, False),
             (b"GET http://other?q HTTP/1.1" + H, b"GET", b"/?q", 0, False, False),
             (b"OPTIONS * HTTP/1.1" + H, b"OPTIONS", b"*", 0, False, False),
+            (b"OPTIONS * HTTP/1.0", b"OPTIONS", b"*", 0, True, False),
             (b"POST / HTTP/1.1\r\nContent-Length: 007" + H, b"POST", b"/", 7, False, False),
             (b"POST / HTTP/1.1\r\nContent-Length:\t5 \t" + H, b"POST", b"/", 5, False, False),
             (b"POST / HTTP/1.1\r\ntransfer-ENCODING: Chunked" + H, b"POST", b"/", mavgpud.CHUNKED,
@@ -2587,6 +2588,10 @@ class ResponseHeads(unittest.TestCase):
              b"HTTP/1.1 304 Not Modified\r\nContent-Length: 9"),
             (b"HTTP/1.1 103 Early Hints\r\nLink: x", new, True,
              b"HTTP/1.1 103 Early Hints\r\nLink: x"),
+            (b"HTTP/1.1 103 Early Hints\r\nTransfer-Encoding: chunked", new, False,
+             b"HTTP/1.1 103 Early Hints"),
+            (b"HTTP/1.1 304 Not Modified\r\nTransfer-Encoding: chunked", new, False,
+             b"HTTP/1.1 304 Not Modified"),
         ):
             with self.subTest(head):
                 response = mavgpud.Response(head + b"\r\n\r\n", b"GET")
@@ -2712,8 +2717,9 @@ class Bodies(unittest.TestCase):
 
     def test_limits(self) -> None:
         long_line = b"5;" + b"a" * mavgpud.MAX_CHUNK_LINE + b"\r\nhello\r\n0\r\n\r\n"
-        trailers = b"0\r\n" + (b"A: " + b"b" * 1000 + b"\r\n") * 70 + b"\r\n"
-        for data in (long_line, trailers):
+        long_trailers = b"0\r\n" + (b"A: " + b"b" * 1000 + b"\r\n") * 70 + b"\r\n"
+        many_trailers = b"0\r\n" + b"A: b\r\n" * (mavgpud.MAX_FIELDS + 1) + b"\r\n"
+        for data in (long_line, long_trailers, many_trailers):
             for step in (1000, 1 << 17):
                 with self.subTest(data[:10], step=step), self.assertRaises(mavgpud.Malformed):
                     self.feed(

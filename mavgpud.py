@@ -2646,7 +2646,7 @@ class Exchange:
     def carry(self) -> None:
         """Forwards the request and sends the client an answer, the child's or one of ours.
 
-        Malformed, Ended: the request itself, of which the client has been told nothing yet.
+        Malformed, Ended: the request's body is at fault, and nothing has been answered yet.
         """
         body, handler = self.body, self.handler
         content = framed(body.arrived(), body.framing == CHUNKED, body.done)
@@ -2747,11 +2747,11 @@ class Exchange:
         self.deliver(data)
         while not body.done:
             body.wait()
+            if body.done and self.why:
+                raise Ended  # that was not the child's end, but ours
             data = body.passed(chunked)
             if data:
                 self.deliver(data)
-        if body.framing == UNTIL_CLOSE and self.why:
-            raise Ended  # that was not the child's end, but ours
         self.let_go(response.reusable)
 
     def deliver(self, data: Piece) -> None:

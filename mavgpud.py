@@ -2439,7 +2439,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.sock: socket.socket = self.request
         self.wire = Wire(self.sock)
         self.exchange: Exchange | None = None
-        self.waiter = threading.Event()  # set when what `wait_for` waits for may have come
+        self.waiter: threading.Event | None = None  # making one costs a tenth of a connection
         self.gone = False  # the client has closed or reset its connection
         self.idle = True  # between two requests
         self.limit = self.HEAD_TIME  # the listener gives it to its sockets
@@ -2462,8 +2462,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         except (OSError, ValueError):
             return  # closed meanwhile
         self.gone = True
-        self.waiter.set()
-        exchange = self.exchange
+        waiter, exchange = self.waiter, self.exchange
+        if waiter:
+            waiter.set()
         if exchange:
             exchange.cut("the client has left")
 
@@ -2562,7 +2563,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if not passive and child.rest_from != NEVER and not child.wanted:
             child.wanted = True  # ends an idle rest
             supervisor.wake()
-        child.waiters.add(self.waiter)
+        self.waiter = waiter = threading.Event()
+        child.waiters.add(waiter)
         deadline = time.monotonic() + supervisor.config.wait_for_model
         try:
             while True:
@@ -2573,10 +2575,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     return run
                 if left <= 0 or supervisor.closing is not None:
                     return None
-                self.waiter.wait(left)
-                self.waiter.clear()
+                waiter.wait(left)
+                waiter.clear()
         finally:
-            child.waiters.discard(self.waiter)
+            self.waiter = None
+            child.waiters.discard(waiter)
 
     def forward(self, request: Request, body: Body, run: Run, passive: bool) -> bool:
         """Has a child answer; False if it must not be asked any more."""
@@ -3010,7 +3013,9 @@ class Front(http.server.ThreadingHTTPServer):
         for handler in list(self.handlers):
             if handler.idle:
                 shut(handler.sock, socket.SHUT_RD)
-            handler.waiter.set()
+            waiter = handler.waiter
+            if waiter:
+                waiter.set()
 
 
 # ---- status --------------------------------------------------------------------------------------

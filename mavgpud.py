@@ -36,6 +36,7 @@ import sys
 # who speaks to his own children only.
 sys.modules.setdefault("ssl", None)  # type: ignore[arg-type]
 
+import _thread
 import argparse
 import atexit
 import collections
@@ -2195,13 +2196,10 @@ class Upstream(http.client.HTTPConnection):
 # ---- the front: handlers -------------------------------------------------------------------------
 
 
-def shut(sock: socket.socket | None, how: int = socket.SHUT_RDWR) -> None:
+def shut(sock: socket.socket, how: int = socket.SHUT_RDWR) -> None:
     """Ends a connection without closing its descriptor, which wakes whoever is blocked in it."""
-    try:
-        if sock:
-            sock.shutdown(how)
-    except OSError:
-        return  # it has ended by itself
+    with contextlib.suppress(OSError):  # it has ended by itself
+        sock.shutdown(how)
 
 
 def linger(wire: Wire, seconds: float = 2.0) -> None:
@@ -2211,14 +2209,12 @@ def linger(wire: Wire, seconds: float = 2.0) -> None:
     """
     shut(wire.sock, socket.SHUT_WR)
     deadline = time.monotonic() + seconds
-    try:
+    with contextlib.suppress(Ended, Stalled):
         while (left := deadline - time.monotonic()) > 0:
             wire.limit(max(left, 0.001))
             wire.start = wire.end
             if not wire.fill():
                 return
-    except (Ended, Stalled):
-        return
 
 
 class Lost(Exception):
@@ -2239,24 +2235,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server: Front
 
     def setup(self) -> None:
+        self.supervisor = self.server.supervisor
         self.sock: socket.socket = self.request
         self.wire = Wire(self.sock)
         self.exchange: Exchange | None = None
-        self.waiter: threading.Event | None = None
+        self.waiter: threading.Event | None = None  # making one costs a tenth of a connection
         self.gone = False  # the client has closed or reset its connection
         self.idle = True  # between two requests
         self.limit = self.HEAD_TIME  # the listener gives it to its sockets
-        host: str = self.client_address[0]
-        client = host[7:] if host.startswith("::ffff:") else host
+        client: str = self.client_address[0].removeprefix("::ffff:")
         self.client_line = client.encode() + b"\r\n\r\n"  # the end of X-Forwarded-For
-        self.server.watcher.add(self.sock.fileno(), select.EPOLLRDHUP, self.client_left)
-        self.answers = self.server.take_tally()
+        self.supervisor.watcher.add(self.sock.fileno(), select.EPOLLRDHUP, self.client_left)
         self.server.handlers.add(self)
 
     def finish(self) -> None:
-        self.server.watcher.remove(self.sock.fileno())
+        self.supervisor.watcher.remove(self.sock.fileno())
         self.server.handlers.discard(self)
-        self.server.tallies_idle.append(self.answers)
 
     def client_left(self) -> None:
         """Called by the watcher: nobody wants the answer any more, so the child need not go on."""
@@ -2284,11 +2278,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 read = remembered_request if len(head) <= MAX_REMEMBERED else Request
                 request = read(head)
                 body = Body(self.wire, request.framing)
-                self.close_connection = request.close or self.server.closing
+                self.close_connection = request.close or self.supervisor.closing != NEVER
                 self.answer(request, body)
         except Malformed as fault:
-            self.refuse(fault.status, str(fault))
-        except (Ended, Stalled, Lost):
+            self.close_connection = True
+            with contextlib.suppress(Ended, Stalled):  # it has gone without waiting for that
+                self.send_page(trouble_page(fault.status, str(fault), "invalid_request_error"))
+                linger(self.wire)
+        except (Ended, Stalled):
             self.close_connection = True
 
     def next_head(self) -> bytes | None:
@@ -2298,13 +2295,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if len(wire.buffer) > wire.SMALL:
                 wire.resize(wire.SMALL)  # it has grown with a large body
             self.idle = True
-            if self.server.closing or not wire.fill():
+            if self.supervisor.closing != NEVER or not wire.fill():
                 return None
             self.idle = False
-        head = wire.head()
-        if not head or head.startswith(b"\r\n"):
-            wire.start -= len(head or b"")
-            head = self.slow_head()
+        blank = wire.buffer.startswith(b"\r\n", wire.start, wire.end)
+        head = (None if blank else wire.head()) or self.slow_head()
         if self.limit != self.IDLE_TIME:
             self.set_limit(self.IDLE_TIME)
         return head
@@ -2348,24 +2343,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def answer(self, request: Request, body: Body) -> None:
         """Answers a request here, or has a child do it."""
-        supervisor = self.server.supervisor
+        supervisor = self.supervisor
         path = request.target.partition(b"?")[0]
-        if path.startswith((b"/health", b"/mavgpud")):
-            page = local_page(supervisor, request.method, path)
-            if page:
-                self.reply(request, body, page)
+        page = local_page(supervisor, request.method, path)
+        if not page:
+            child = supervisor.child_for(request.target)
+            passive = path in supervisor.passive and request.method in (b"GET", b"HEAD", b"OPTIONS")
+            run = child.run
+            if not run or not run.ready:
+                run = self.wait_for(child, passive)
+            if run and self.forward(request, body, run, passive):
                 return
-        child = supervisor.child_for(request.target)
-        passive = path in supervisor.passive and request.method in (b"GET", b"HEAD", b"OPTIONS")
-        run = child.run
-        if not run or not run.ready:
-            run = self.wait_for(child, passive)
-        if not run or not self.forward(request, body, run, passive):
-            self.reply(request, body, not_loaded(child))
+            page = not_loaded(child)
+        self.reply(request, body, page)
 
     def wait_for(self, child: Child, passive: bool) -> Run | None:
         """Holds a request until the child is ready, for `wait_for_model` at most."""
-        supervisor = self.server.supervisor
+        supervisor = self.supervisor
         if not passive and child.rest_from != NEVER and not child.wanted:
             child.wanted = True  # ends an idle rest
             supervisor.wake()
@@ -2373,31 +2367,28 @@ class Handler(http.server.BaseHTTPRequestHandler):
         child.waiters.add(waiter)
         deadline = time.monotonic() + supervisor.config.wait_for_model
         try:
-            while not self.server.closing:
-                run = child.run
+            while True:
+                run, left = child.run, deadline - time.monotonic()
                 if self.gone:
-                    raise Lost
+                    raise Ended
                 if run and run.ready:
                     return run
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
+                if left <= 0 or supervisor.closing != NEVER:
+                    return None
                 waiter.wait(left)
                 waiter.clear()
-            return None
         finally:
             self.waiter = None
             child.waiters.discard(waiter)
 
     def forward(self, request: Request, body: Body, run: Run, passive: bool) -> bool:
         """Has a child answer; False if it must not be asked any more."""
-        exchange = Exchange(self, request, body, run)
+        exchange = self.exchange = Exchange(self, request, body, run)
         run.exchanges.add(exchange)
         try:
             # In this order: the poll loop takes `ready` back before it looks who is left to cut.
             if not run.ready:
                 return False
-            self.exchange = exchange
             exchange.carry()
             return True
         finally:
@@ -2406,7 +2397,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 run.last_request = time.monotonic()
             run.exchanges.discard(exchange)
             if not run.ready:
-                self.server.supervisor.wake()  # it waits for the last of us to be gone
+                self.supervisor.wake()  # it waits for the last of us to be gone
 
     def reply(self, request: Request, body: Body, page: Page) -> None:
         """Answers here; the connection goes on only if the request's body has arrived whole."""
@@ -2416,17 +2407,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if not body.done:
             linger(self.wire)
 
-    def refuse(self, status: int, what: str) -> None:
-        """Answers a request that cannot be served, and closes."""
-        self.close_connection = True
-        try:
-            self.send_page(trouble_page(status, what, "invalid_request_error"))
-        except (Ended, Stalled):
-            return  # it has gone without waiting for that
-        linger(self.wire)
-
     def send_page(self, page: Page, method: bytes = b"") -> None:
-        self.answers[page.status // 100] += 1
+        self.server.count(page.status)
         self.wire.send(page.message(self.close_connection, method == b"HEAD"))
 
 
@@ -2442,11 +2424,11 @@ class Exchange:
         self.request = request
         self.body = body
         self.run = run
-        self.guard = threading.Lock()  # for the four below
+        self.guard = threading.Lock()  # for the three below
         self.upstream: Upstream | None = None
         self.why = ""  # it has been cut
         self.stuck = False  # blocked in sending to the client
-        self.reset = False  # the client's connection must end with a reset
+        self.reset = False  # the client's connection ends with a reset
         self.upload: Upload | None = None
         self.response: Response | None = None  # the one whose head the client has been sent
         self.answer: Body | None = None  # of that response
@@ -2461,43 +2443,32 @@ class Exchange:
             self.why = self.why or why
             if self.upstream:
                 shut(self.upstream.sock)
-            if (self.stuck or self.handler.gone) and not self.reset:
+            if self.stuck:
                 shut(self.handler.sock)
 
     def carry(self) -> None:
-        """Forwards the request and sends the client an answer, the child's or one of ours."""
+        """Forwards the request and sends the client an answer, the child's or one of ours.
+
+        Malformed, Ended: the request's body is at fault, and nothing has been answered yet.
+        """
+        body, handler = self.body, self.handler
+        content = framed(body.arrived(), body.framing == CHUNKED, body.done)
+        first = b"".join((self.request.forwarded, handler.client_line, content))
         try:
-            self.relay(self.ask())
-        except Lost:
-            self.let_go()
-            self.break_off()
-        except (OSError, Ended, Stalled, Malformed) as error:
+            self.relay(self.ask(first))
+        except (Lost, OSError, Ended, Stalled, Malformed) as error:
             self.let_go()
             self.fail(error)
         finally:
             self.end_upload()
             self.let_go()
 
-    def ask(self) -> Response:
+    def ask(self, first: bytes) -> Response:
         """Sends the request; gives the final response's head, or that of an upgrade."""
-        request, body, handler = self.request, self.body, self.handler
-        head = request.forwarded + handler.client_line
-        content = framed(body.arrived(), body.framing == CHUNKED, body.done)
-        first = b"".join((head, content)) if content else head
-        response = self.try_idle(first) if not request.upgrade else None
-        if not response:
-            assert self.run.config.addr
-            upstream = self.attach(Upstream(self.run.config.addr))
-            upstream.wire.send(first)
-            if not body.done:
-                self.begin_upload(Upload(self, body, handler.STALL_TIME))
-            response = upstream.response(request.method)
+        request = self.request
+        response = self.first_response(first)
         interim = 0
-        while response.status < 200:
-            if response.status == 101:
-                if not request.upgrade:
-                    raise Malformed(502, "an upgrade that was not asked for")
-                return response
+        while response.status < 200 and response.status != 101:
             interim += 1
             if interim > MAX_INTERIM:
                 raise Malformed(502, "no end of interim responses")
@@ -2505,52 +2476,57 @@ class Exchange:
                 self.deliver(response.client_head(False, False))
             assert self.upstream
             response = self.upstream.response(request.method)
+        if response.status == 101 and not request.upgrade:
+            raise Malformed(502, "an upgrade that was not asked for")
         return response
 
-    def try_idle(self, first: bytes) -> Response | None:
-        """The same on an idle connection, if there is one; None: a new one must be tried.
+    def first_response(self, first: bytes) -> Response:
+        """Sends the request, on an idle connection if there is one.
 
         llama-server may close an idle connection at the very moment that we use it. Whether it
         then has run the request cannot be known, so only what is safe to repeat is repeated, and
         a request whose body is still to come always has a connection of its own.
         """
-        request = self.request
-        idle = self.run.pool.take(time.monotonic()) if self.body.done else None
-        if not idle:
-            return None
-        upstream = self.attach(idle)
-        try:
-            upstream.wire.send(first)
-            return upstream.response(request.method)
-        except Ended:
-            untouched = upstream.wire.start == upstream.wire.end
-            if request.method not in (b"GET", b"HEAD") or request.framing or not untouched:
-                raise
-            self.let_go()
-            return None
+        request, run = self.request, self.run
+        if self.body.done and not request.upgrade:
+            idle = run.pool.take(time.monotonic())
+            if idle:
+                try:
+                    return self.send(idle, first)
+                except Ended:
+                    untouched = idle.wire.start == idle.wire.end
+                    if request.method not in (b"GET", b"HEAD") or request.framing or not untouched:
+                        raise
+                    self.let_go()
+        assert run.config.addr
+        return self.send(Upstream(run.config.addr), first)
 
-    def attach(self, upstream: Upstream) -> Upstream:
-        """Puts a connection where `cut` finds it. Ended if that has come already."""
+    def send(self, upstream: Upstream, first: bytes) -> Response:
+        """Sends the request on a connection that `cut` finds from here on."""
         with self.guard:
             self.upstream = upstream
             if self.why or self.handler.gone:
                 raise Ended
-        return upstream
+        upstream.wire.send(first)
+        if not self.body.done:
+            self.upload = Upload(self, self.body)
+        return upstream.response(self.request.method)
 
     def let_go(self, reusable: bool = False) -> None:
         """Closes the connection to the child, or gives it back to be used again.
 
         While the upload's thread uses it, it is only shut down; that frees the thread as well.
         """
-        upstream = self.upstream
+        upstream, upload = self.upstream, self.upload
         if not upstream:
             return
-        if self.upload and not self.upload.over.is_set():
+        if upload and not upload.over.is_set():
             shut(upstream.sock)
             return
         with self.guard:
             self.upstream = None
-        if reusable and not self.why and upstream.wire.start == upstream.wire.end:
+        broken = self.why or (upload and upload.broken)
+        if reusable and not broken and upstream.wire.start == upstream.wire.end:
             self.run.pool.give(upstream, time.monotonic())
         else:
             upstream.close()
@@ -2560,41 +2536,33 @@ class Exchange:
         request, handler, upload = self.request, self.handler, self.upload
         assert self.upstream
         tunnel = response.status == 101
-        length = UNTIL_CLOSE if tunnel else response.framing
-        body = self.answer = Body(self.upstream.wire, length)
+        body = Body(self.upstream.wire, UNTIL_CLOSE if tunnel else response.framing)
+        chunked = body.framing < 0 and not request.old and not tunnel
+        handler.close_connection |= body.framing < 0 and not chunked
         if tunnel:
-            handler.close_connection = True
-            self.begin_upload(Upload(self, Body(handler.wire, UNTIL_CLOSE), 0))
+            self.upload = Upload(self, Body(handler.wire, UNTIL_CLOSE))
         elif upload and not upload.over.wait(0.01):
             handler.close_connection = True  # an answer before the request has ended
-        chunked = length < 0 and not request.old and not tunnel
-        handler.close_connection |= length < 0 and not chunked
         head = response.client_head(request.old, handler.close_connection)
-        handler.answers[response.status // 100] += 1
-        data = body.passed(chunked)
-        data = b"".join((head, data)) if data else head
-        self.response = response
-        while True:
+        handler.server.count(response.status)
+        data: Piece = b"".join((head, body.passed(chunked)))
+        self.response, self.answer = response, body
+        self.deliver(data)
+        while not body.done:
+            body.wait()
+            if body.done and self.why:
+                raise Ended  # that was not the child's end, but ours
+            data = body.passed(chunked)
             if data:
                 self.deliver(data)
-            if body.done:
-                break
-            body.wait()
-            data = body.passed(chunked)
-        if length == UNTIL_CLOSE and self.why:
-            raise Ended  # that was not the child's end, but ours
-        whole = not self.upload or (self.upload.over.is_set() and not self.upload.broken)
-        self.let_go(response.reusable and whole)
+        self.let_go(response.reusable)
 
     def deliver(self, data: Piece) -> None:
         """Sends to the client; Lost if it is gone or takes nothing. A slow one is waited for."""
-        sock = self.handler.sock
         try:
-            sent = sock.send(data, DONTWAIT)
-        except BlockingIOError:
-            sent = 0
+            sent = self.handler.sock.send(data, DONTWAIT)
         except OSError:
-            raise Lost from None
+            sent = 0  # it is slow; or gone, which the next send finds as well
         if sent == len(data):
             return
         with self.guard:
@@ -2611,18 +2579,12 @@ class Exchange:
     def fail(self, error: Exception) -> None:
         """Tells the client that there is no answer, or no more of it."""
         handler, upload = self.handler, self.upload
-        if handler.gone:
-            handler.close_connection = True
-        elif upload and upload.fault and not self.response:
-            fault = upload.fault
-            if isinstance(fault, Malformed):
-                handler.refuse(fault.status, str(fault))
-            elif isinstance(fault, Stalled):
-                handler.refuse(408, "the request's body does not come")
-            else:
-                handler.close_connection = True
-        elif self.response:
-            self.abort()
+        lost = handler.gone or isinstance(error, Lost)
+        if lost or self.response:
+            self.break_off(lost)
+        elif upload and upload.fault:
+            upload.over.wait()  # it is about to be, and then leaves the client's connection alone
+            raise upload.fault
         else:
             if self.why:
                 page = trouble_page(503, f"model not loaded: {self.why}", "unavailable_error", 10)
@@ -2646,34 +2608,24 @@ class Exchange:
             return "it closed the connection without an answer"
         return "it does not take the request"
 
-    def abort(self) -> None:
-        """Ends a response visibly before its end; a stream of events says why between chunks."""
-        response, answer = self.response, self.answer
-        assert response and answer
-        between = response.framing < 0 and answer.left <= 0
-        if self.why and between and not self.request.old and response.is_events():
-            event = json.dumps(trouble_object(503, f"cut off: {self.why}", "unavailable_error"))
-            data = framed([f"data: {event}\n\n".encode()], True, False)
-            with contextlib.suppress(OSError):  # the end is visible even if it takes nothing now
-                self.handler.sock.send(data, DONTWAIT)
-        self.break_off()
-
-    def break_off(self) -> None:
-        """Makes the end of the client's connection visible as an abort.
+    def break_off(self, lost: bool) -> None:
+        """Ends a response visibly before its end; a stream of events says why, between chunks.
 
         The last chunk, or some of the bytes announced, is missing; for HTTP/1.0 clients, to whom
         the end of the connection is the end of the body, it takes a reset.
         """
-        handler = self.handler
+        handler, response, answer = self.handler, self.response, self.answer
         handler.close_connection = True
-        if self.response and self.response.framing < 0 and self.request.old:
-            with self.guard:
-                self.reset = True
+        if not response or not answer or response.framing >= 0:
+            return
+        if self.request.old:
+            self.reset = True
             handler.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-    def begin_upload(self, upload: Upload) -> None:
-        self.handler.server.run(upload.go_on)
-        self.upload = upload
+        elif self.why and not lost and answer.left <= 0 and response.is_events():
+            event = json.dumps(trouble_object(503, f"cut off: {self.why}", "unavailable_error"))
+            data = framed([f"data: {event}\n\n".encode()], True, False)
+            with contextlib.suppress(OSError):  # the end is visible even if it takes nothing now
+                handler.sock.send(data, DONTWAIT)
 
     def end_upload(self) -> None:
         """Waits for the upload's thread, which uses both sockets."""
@@ -2695,28 +2647,30 @@ class Upload:
     So a response may begin before the request has ended, and neither direction blocks the other.
     """
 
-    def __init__(self, exchange: Exchange, body: Body, limit: float) -> None:
+    def __init__(self, exchange: Exchange, body: Body) -> None:
         assert exchange.upstream
         self.exchange = exchange
         self.body = body
-        self.limit = limit
         self.wire = exchange.upstream.wire
         self.over = threading.Event()
         self.fault: Exception | None = None  # the client's
         self.broken = False  # the child takes no more
+        exchange.handler.server.run(self.go_on)
 
     def go_on(self) -> None:
         """What the thread does: sends what has arrived and what comes, until its end."""
-        body, chunked = self.body, self.body.framing == CHUNKED
+        body, handler = self.body, self.exchange.handler
         try:
-            self.exchange.handler.set_limit(self.limit)
-            self.send(framed(body.arrived(), chunked, body.done))
-            while not body.done:
+            handler.set_limit(0 if body.framing == UNTIL_CLOSE else handler.STALL_TIME)
+            while True:
+                self.send(framed(body.arrived(), body.framing == CHUNKED, body.done))
+                if body.done:
+                    break
                 body.wait()
-                self.send(framed(body.arrived(), chunked, body.done))
-            self.exchange.handler.set_limit(Handler.IDLE_TIME)
+            handler.set_limit(handler.IDLE_TIME)
         except (Malformed, Ended, Stalled) as fault:
-            self.fault = fault
+            stalled = Malformed(408, "the request's body does not come")
+            self.fault = stalled if isinstance(fault, Stalled) else fault
             self.exchange.cut("the request ended early")
         finally:
             self.over.set()
@@ -2742,29 +2696,23 @@ class Front(http.server.ThreadingHTTPServer):
 
     def __init__(self, supervisor: Supervisor) -> None:
         self.supervisor = supervisor
-        self.watcher = supervisor.watcher
+        self.served: set[socket.socket] = set()  # from accepting them to closing them
+        self.turned_away: set[socket.socket] = set()
         self.handlers: set[Handler] = set()
-        self.closing = False
-        self.connections = 0
-        self.guard = threading.Lock()
         self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.idle = threading.Semaphore(0)
-        self.refusals = threading.Semaphore(self.TURNED_AWAY)
-        # Answers by the first digit of their status, one tally per connection that there can be
-        # at a time: each is only ever written by one thread, and never set back.
-        self.tallies: list[list[int]] = []
-        self.tallies_idle: collections.deque[list[int]] = collections.deque()
+        self.guard = threading.Lock()  # for the next
+        self.answers = [0] * 6  # by the first digit of their status
         host, port = supervisor.config.listen
         if ":" in host or (not host and socket.has_dualstack_ipv6()):
             self.address_family = socket.AF_INET6
-        super().__init__((host or ("::" if self.address_family == socket.AF_INET6 else ""), port),
-                         Handler)
+        super().__init__((host, port), Handler)
 
     def server_bind(self) -> None:
         """Binds, without http.server's look-up of our own name: that takes seconds without DNS."""
         if self.address_family == socket.AF_INET6:
-            everywhere = int(bool(self.supervisor.config.listen[0]))
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, everywhere)
+            only = int(self.server_address[0] != "")  # or every address, those of IPv4 too
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only)
         options = (
             # A client that vanishes without a word is found out in a minute: by keepalive when
             # nothing is sent, by the user timeout when what was sent is never acknowledged.
@@ -2780,38 +2728,23 @@ class Front(http.server.ThreadingHTTPServer):
         for level, option, value in options:
             self.socket.setsockopt(level, option, value)  # accepted sockets inherit them (tcp(7))
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.supervisor.config.listen
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """accept(2); with a pause where descriptors have run out, or it would fail in a loop."""
-        try:
-            return super().get_request()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                time.sleep(0.05)
-            raise  # socketserver goes on with the next one
 
     def process_request(self, request: Any, client_address: Any) -> None:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = min(self.supervisor.config.max_connections, max(1, (limit - 96) // 3))
-        with self.guard:
-            room = self.connections < most  # the polls must never lack a descriptor
-            self.connections += room
-        try:
-            if room:
-                self.run(lambda: self.serve(request, client_address))
-            elif self.refusals.acquire(blocking=False):
-                self.run(lambda: self.turn_away(request))
-            else:
+        most = max(1, (limit - 96) // 3)  # the polls must never lack a descriptor
+        group = self.served
+        job: Callable[[Any, Any], None] = self.process_request_thread
+        if len(group) >= min(self.supervisor.config.max_connections, most):
+            group, job = self.turned_away, self.turn_away
+            if len(group) >= self.TURNED_AWAY:
                 request.close()
-        except RuntimeError as error:  # there can be no more threads
+                return
+        group.add(request)
+        try:
+            self.run(lambda: job(request, client_address))
+        except (RuntimeError, MemoryError) as error:  # there can be no more threads
             log.error("a connection of %s is dropped: %s", client_address[0], error)
-            request.close()
-            if room:
-                with self.guard:
-                    self.connections -= 1
-            else:
-                self.refusals.release()
+            self.shutdown_request(request)
 
     def serve_forever(self, poll_interval: float = 0.5) -> None:
         """Accepts, on one CPU, which the threads started from here inherit.
@@ -2824,30 +2757,28 @@ class Front(http.server.ThreadingHTTPServer):
             os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
         except OSError as error:
             log.warning("the front cannot keep to one CPU, which makes it slower: %s", error)
-        super().serve_forever(poll_interval)
+        while self.supervisor.closing == NEVER:
+            try:
+                request, client_address = self.socket.accept()
+            except OSError as error:  # that client has gone, or nobody has come for HEAD_TIME
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    time.sleep(0.05)  # or it would fail in a loop
+            else:
+                self.process_request(request, client_address)
 
-    def serve(self, request: Any, client_address: Any) -> None:
-        try:
-            self.process_request_thread(request, client_address)
-        finally:
-            with self.guard:
-                self.connections -= 1
-
-    def turn_away(self, request: socket.socket) -> None:
+    def turn_away(self, request: Any, _: Any) -> None:
         wire = Wire(request)
-        try:
-            page = trouble_page(503, "too many connections", "unavailable_error", 5)
+        page = trouble_page(503, "too many connections", "unavailable_error", 5)
+        with contextlib.suppress(Ended, Stalled):  # it has gone by itself
             wire.send(page.message(True, False))
             linger(wire)
-        except (Ended, Stalled):
-            return  # it has gone by itself
-        finally:
-            request.close()
-            self.refusals.release()
+        self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
         """Only closes: an end before the close would make a clean end of an aborted response."""
-        self.close_request(request)
+        request.close()
+        self.served.discard(request)
+        self.turned_away.discard(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.exception("a fault of mavgpud in serving %s", client_address[0])
@@ -2859,7 +2790,8 @@ class Front(http.server.ThreadingHTTPServer):
         if self.idle.acquire(blocking=False):
             self.jobs.put(job)
         else:
-            in_background("handler", self.work, job)
+            # threading.Thread would wait until the new thread runs: a crowd gets in half as fast.
+            _thread.start_new_thread(self.work, (job,))
 
     def work(self, job: Callable[[], None] | None) -> None:
         while job:
@@ -2871,20 +2803,12 @@ class Front(http.server.ThreadingHTTPServer):
                 # Somebody may have counted on this thread just now: then its job is on the way.
                 job = None if self.idle.acquire(blocking=False) else self.jobs.get()
 
-    def take_tally(self) -> list[int]:
-        """Where one more connection counts its answers."""
-        try:
-            return self.tallies_idle.pop()
-        except IndexError:
-            tally = [0] * 6
-            self.tallies.append(tally)
-            return tally
+    def count(self, status: int) -> None:
+        with self.guard:
+            self.answers[status // 100] += 1
 
     def close_listener(self) -> None:
         """Takes no more connections and ends the idle ones; what is in flight goes on."""
-        self.closing = True
-        with contextlib.suppress(RuntimeError):  # without a thread for it, only the socket ends
-            in_background("shutdown", self.shutdown)
         shut(self.socket)
         for handler in list(self.handlers):
             if handler.idle:
@@ -3100,9 +3024,9 @@ def metrics_page(supervisor: Supervisor, now: float) -> Page:
          c.spent.get(state, 0.0) + (now - c.since if c.state == state else 0.0))
         for c in seen.children for state in (STOPPED, LOADING, READY, STOPPING, WEDGED)
     ))
-    tallies = list(supervisor.front.tallies) if supervisor.front else []
+    answers = supervisor.front.answers if supervisor.front else [0] * 6
     family("requests_total", "Requests answered, by the class of the status.", *(
-        (f'{{code="{digit}xx"}}', sum(tally[digit] for tally in tallies)) for digit in range(1, 6)
+        (f'{{code="{digit}xx"}}', answers[digit]) for digit in range(1, 6)
     ))
     yields = seen.yields
     family("yields_total", "Times that the card was yielded.", ("", yields.within[-1]))

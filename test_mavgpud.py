@@ -3745,6 +3745,17 @@ class Yields(ProxyCase):
             top.wait_log("card free")
             self.assertEqual(client.rest()[1], "reset")
 
+    def test_a_response_that_ends_with_its_connection_does_not_look_whole(self) -> None:
+        """Its end comes with the yield, but it is not the child's."""
+        top = self.sandwich(evict_after_polls=1)
+        client, peer, _ = self.ask(get())
+        peer.send(b"HTTP/1.1 200 OK\r\n\r\nx")
+        client.head()
+        self.assertEqual(client.chunk(), b"x")
+        with top.machine.job("train"):
+            self.assertTrue(peer.ended())
+            self.assertEqual(client.rest()[0], b"")  # and no last chunk
+
     def why(self, client: Peer) -> str:
         head, body = client.message()
         self.assertEqual(head.status, 503)

@@ -905,6 +905,7 @@ def load_program() -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
+    module.log.addHandler(logging.NullHandler())
     return module
 
 

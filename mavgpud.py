@@ -188,7 +188,11 @@ def whole(value: Any, least: int = 0) -> int:
 def text(value: Any) -> str:
     """A string that may be given to the kernel as a path or an argument."""
     must(isinstance(value, str) and "\0" not in value, value, "is not a string")
-    must(not re.search("[\ud800-\udfff]", value), value, "is not Unicode")
+    encoding = sys.getfilesystemencoding()
+    try:
+        value.encode(encoding)
+    except UnicodeEncodeError:
+        must(False, value, f"cannot be written in {encoding}")
     return str(value)
 
 
@@ -219,7 +223,8 @@ def path(value: Any) -> str:
 
 def address(value: Any, local: bool = False) -> Address:
     """HOST:PORT, an IPv6 host in brackets; HOST may be left out, but not of a `local` one."""
-    match = re.fullmatch(r"(\[[\dA-Fa-f:.]+\]|(?:[\w-]+\.)*[\w-]*):(\d{1,5})", text(value), re.A)
+    host_port = r"(\[[\dA-Fa-f:.]+\]|(?:[\w-]{1,63}\.)*[\w-]{0,63}):(\d{1,5})"
+    match = re.fullmatch(host_port, text(value), re.A)
     host, port = (match[1].strip("[]"), int(match[2])) if match else ("", 0)
     must(1 <= port <= 65535, value, 'is not HOST:PORT, such as "127.0.0.1:8081"')
     must(host or not local, value, f'lacks a host, such as "127.0.0.1{value}"')
@@ -993,11 +998,16 @@ class Run:
     def probe(self) -> bool:
         assert self.config.addr
         request = f"GET {self.config.health} HTTP/1.1\r\nHost: mavgpud\r\nConnection: close\r\n\r\n"
+        deadline = time.monotonic() + self.PROBE_TIME
         try:
             with contextlib.closing(Upstream(self.config.addr)) as upstream:
-                upstream.wire.limit(self.PROBE_TIME)
-                upstream.wire.send(request.encode())
-                return upstream.response(b"GET").status == 200
+                wire = upstream.wire
+                wire.send(request.encode())
+                while not (head := wire.head()):
+                    wire.limit(max(deadline - time.monotonic(), 0.001))
+                    if not wire.fill():
+                        return False
+                return Response(head, b"GET").status == 200
         except (OSError, Ended, Stalled, Malformed):
             return False
 
@@ -1076,6 +1086,7 @@ class Child:
         self.wanted = False  # a request has come meanwhile; set by handlers
         self.waiters: set[threading.Event] = set()
         self.reason = "not started yet"
+        self.told = ""  # the last that was logged of why it does not run; "": another line says it
         self.retry = 10  # seconds, for Retry-After
         self.starts = self.crashes = 0
         self.load_seconds: float | None = None  # of the last load that became ready
@@ -1274,8 +1285,7 @@ def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Dec
         return Decision(streaks, whom, why={c.name: yielded for c in seen.children})
     idle = tuple(c.name for c in running
                  if c.state == READY and not c.in_flight and c.idle_for >= c.idle_timeout)
-    if idle:
-        return Decision(streaks, unload=idle)
+    settling = seen.settling or (f"{', '.join(idle)} is being stopped" if idle else "")
 
     wedged = ", ".join(c.name for c in seen.children if c.state == WEDGED)
     loading = ", ".join(c.name for c in running if c.state == LOADING)
@@ -1289,8 +1299,8 @@ def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Dec
             reason = yielded
         elif seen.blind:
             reason = ("blind", seen.blind)
-        elif seen.settling:
-            reason = ("settling", seen.settling)
+        elif settling:
+            reason = ("settling", settling)
         elif child.held:
             reason = child.held
         elif streaks.clear < start_after:
@@ -1306,7 +1316,7 @@ def decide(seen: Seen, past: Streaks, evict_after: int, start_after: int) -> Dec
             start = child.name
             reason = ("turn", "starting")
         why[child.name] = reason
-    return Decision(streaks, start=start, why=why)
+    return Decision(streaks, unload=idle, start=start, why=why)
 
 
 # ---- the supervisor ------------------------------------------------------------------------------
@@ -1316,6 +1326,7 @@ class Handover(NamedTuple):
     """One yield, for the record. Durations in seconds from the decision."""
 
     when: float  # Unix time
+    began: float  # the same on the monotonic clock
     to: str
     gone: float | None = None  # until the last process was gone
     free: float | None = None  # until the VRAM was back
@@ -1434,7 +1445,7 @@ class Supervisor:
             whom = seen.claim or named(
                 c._replace(vram=self.card.held(c.pid)) for c in self.contenders)
             log.info("yielding the card to %s", whom or decision.yield_to)
-            self.handovers.append(Handover(time.time(), decision.yield_to))
+            self.handovers.append(Handover(time.time(), now, decision.yield_to))
             for child in self.children:
                 child.stop(now, f"yielded to {decision.yield_to}")
         for child in self.children:
@@ -1495,8 +1506,8 @@ class Supervisor:
         self.unseen_base, self.unseen = None, ""
         last = self.handovers[-1] if self.handovers else None
         if last and last.gone is None and not any(c.run for c in self.children):
-            self.handovers[-1] = last._replace(gone=now - run.stop_began)
-            self.yields = self.yields.plus(now - run.stop_began)
+            self.handovers[-1] = last._replace(gone=now - last.began)
+            self.yields = self.yields.plus(now - last.began)
 
     def card_is_free(self, returning: Returning, now: float) -> None:
         self.returning = None
@@ -1507,7 +1518,7 @@ class Supervisor:
             log.info("card free in %s, %s back", spell(took), gib(back))
         last = self.handovers[-1] if self.handovers else None
         if last and last.gone is not None and last.free is None:
-            self.handovers[-1] = last._replace(free=took)
+            self.handovers[-1] = last._replace(free=now - last.began)
 
     # Jobs that the KFD does not list
 
@@ -1594,16 +1605,23 @@ class Supervisor:
         """
         if self.news("blind", blind):
             log.warning("%s: nothing is started blind", blind)
+            for child in self.children:
+                child.told = ""
         if self.news("kfd", "" if self.card.has_kfd else self.card.kfd_root):
             log.warning("%s does not exist: no job can be seen coming, only free VRAM decides",
                         self.card.kfd_root)
         for child in self.children:
-            topic = "why " + child.name
-            kind, words = why.get(child.name, (child.state, ""))
+            kind, words = why.get(child.name, ("", ""))
             said = f"{kind} {words if kind in ('yielded', 'start') else ''}"
-            if child.state == READY:
-                self.news(topic, "")
-            elif kind in ("yielded", "vram", "rest", "start") and self.news(topic, said):
+            begins_with_a_line = kind in ("failed", "blind", "wedged")
+            if child.state in RUNNING:
+                child.told = ""
+            elif begins_with_a_line and not child.told:
+                child.told = said
+            elif said != child.told and (
+                begins_with_a_line or kind in ("yielded", "vram", "rest", "start")
+            ):
+                child.told = said
                 if kind == "vram":
                     self.explain(f"{child.name} not loaded: {words}; VRAM is held by")
                 else:
@@ -1632,11 +1650,13 @@ class Supervisor:
     # Signals
 
     def take_signals(self, now: float) -> None:
-        while self.signals:
-            signum = self.signals.popleft()
+        arrived = [self.signals.popleft() for _ in range(len(self.signals))]
+        if signal.SIGHUP in arrived:
+            self.reload(now)  # once, or a storm of them would leave no time for a poll
+        for signum in arrived:
             if signum == signal.SIGHUP:
-                self.reload(now)
-            elif self.closing == NEVER:
+                continue
+            if self.closing == NEVER:
                 self.closing = now + self.SHUTDOWN_TIME
                 if self.front:
                     self.front.close_listener()
@@ -1699,6 +1719,10 @@ class Supervisor:
             if child.run and child.config.command != wanted.command:
                 log.info("%s is restarted: its command has changed", child.name)
                 child.stop(now, f"{child.name} is restarted")
+            elif child.run:
+                child.run.config = wanted  # its prober looks there
+                if child.state == LOADING:
+                    child.deadline = child.since + wanted.load_timeout
             child.config, child.next_try = wanted, 0.0
         for child in known.values():
             if child.config in old.children:
@@ -2280,6 +2304,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 body = Body(self.wire, request.framing)
                 self.close_connection = request.close or self.supervisor.closing != NEVER
                 self.answer(request, body)
+                self.close_connection |= not body.done  # its rest must never be read as a request
         except Malformed as fault:
             self.close_connection = True
             with contextlib.suppress(Ended, Stalled):  # it has gone without waiting for that
@@ -2349,16 +2374,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if not page:
             child = supervisor.child_for(request.target)
             passive = path in supervisor.passive and request.method in (b"GET", b"HEAD", b"OPTIONS")
-            run = child.run
-            if not run or not run.ready:
-                run = self.wait_for(child, passive)
-            if run and self.forward(request, body, run, passive):
-                return
+            while run := self.ready_run(child, passive):
+                if self.forward(request, body, run, passive):
+                    return
             page = not_loaded(child)
         self.reply(request, body, page)
 
-    def wait_for(self, child: Child, passive: bool) -> Run | None:
-        """Holds a request until the child is ready, for `wait_for_model` at most."""
+    def ready_run(self, child: Child, passive: bool) -> Run | None:
+        """The child's process once it is ready, for which `wait_for_model` is waited at most."""
+        run = child.run
+        if run and run.ready:
+            return run
         supervisor = self.supervisor
         if not passive and child.rest_from != NEVER and not child.wanted:
             child.wanted = True  # ends an idle rest
@@ -2373,7 +2399,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     raise Ended
                 if run and run.ready:
                     return run
-                if left <= 0 or supervisor.closing != NEVER:
+                dropped = child.config not in supervisor.config.children
+                if left <= 0 or dropped or supervisor.closing != NEVER:
                     return None
                 waiter.wait(left)
                 waiter.clear()
@@ -2427,7 +2454,7 @@ class Exchange:
         self.guard = threading.Lock()  # for the three below
         self.upstream: Upstream | None = None
         self.why = ""  # it has been cut
-        self.stuck = False  # blocked in sending to the client
+        self.stuck = False  # waiting for the client to take more
         self.reset = False  # the client's connection ends with a reset
         self.upload: Upload | None = None
         self.response: Response | None = None  # the one whose head the client has been sent
@@ -2436,15 +2463,16 @@ class Exchange:
     def cut(self, why: str) -> None:
         """Ends the exchange, whatever its handler is blocked in.
 
-        One that is blocked in sending to a client must be freed as well: a server that is blocked
-        in writing to us is only freed when our end is closed.
+        One that waits for a client to take more must be freed as well: a server that is blocked in
+        writing to us is only freed when our end is closed. SHUT_RD wakes it and sends nothing: an
+        end of ours would look like the end of the body to a client of HTTP/1.0.
         """
         with self.guard:
             self.why = self.why or why
             if self.upstream:
                 shut(self.upstream.sock)
             if self.stuck:
-                shut(self.handler.sock)
+                shut(self.handler.sock, socket.SHUT_RD)
 
     def carry(self) -> None:
         """Forwards the request and sends the client an answer, the child's or one of ours.
@@ -2541,17 +2569,17 @@ class Exchange:
         handler.close_connection |= body.framing < 0 and not chunked
         if tunnel:
             self.upload = Upload(self, Body(handler.wire, UNTIL_CLOSE))
-        elif upload and not upload.over.wait(0.01):
+        elif upload and not (upload.over.wait(0.01) and self.body.done):
             handler.close_connection = True  # an answer before the request has ended
         head = response.client_head(request.old, handler.close_connection)
-        handler.server.count(response.status)
         data: Piece = b"".join((head, body.passed(chunked)))
+        handler.server.count(response.status)
         self.response, self.answer = response, body
         self.deliver(data)
         while not body.done:
             body.wait()
-            if body.done and self.why:
-                raise Ended  # that was not the child's end, but ours
+            if body.done and (self.why or (upload and upload.broken)):
+                raise Ended  # that was our end, or a reset, which may have swallowed some of it
             data = body.passed(chunked)
             if data:
                 self.deliver(data)
@@ -2559,8 +2587,9 @@ class Exchange:
 
     def deliver(self, data: Piece) -> None:
         """Sends to the client; Lost if it is gone or takes nothing. A slow one is waited for."""
+        sock = self.handler.sock
         try:
-            sent = self.handler.sock.send(data, DONTWAIT)
+            sent = sock.send(data, DONTWAIT)
         except OSError:
             sent = 0  # it is slow; or gone, which the next send finds as well
         if sent == len(data):
@@ -2569,9 +2598,16 @@ class Exchange:
             if self.why:
                 raise Lost
             self.stuck = True
+        poller = select.poll()
+        poller.register(sock, select.POLLOUT | select.POLLRDHUP)
         try:
-            self.handler.wire.send(memoryview(data)[sent:])
-        except (Ended, Stalled):
+            while sent < len(data):
+                ready = poller.poll(self.handler.STALL_TIME * 1000)
+                if self.why or not ready:
+                    raise Lost
+                with contextlib.suppress(BlockingIOError):  # it takes nothing yet
+                    sent += sock.send(memoryview(data)[sent:], DONTWAIT)
+        except OSError:
             raise Lost from None
         finally:
             self.stuck = False
@@ -2586,10 +2622,10 @@ class Exchange:
             upload.over.wait()  # it is about to be, and then leaves the client's connection alone
             raise upload.fault
         else:
-            if self.why:
+            if self.why and not self.run.ready:
                 page = trouble_page(503, f"model not loaded: {self.why}", "unavailable_error", 10)
             else:
-                what = f"{self.run.config.name} gave no answer: {self.trouble(error)}"
+                what = f"{self.run.config.name} gave no answer: {self.why or self.trouble(error)}"
                 page = trouble_page(502, what, "upstream_error")
             if upload:  # which reads the body on; end_upload lingers
                 handler.close_connection = True
@@ -2684,7 +2720,7 @@ class Upload:
             self.broken = True  # it may have answered before it closed, which the handler sees
         except Stalled:
             self.broken = True
-            self.exchange.cut("the child does not take the request")
+            self.exchange.cut("it does not take the request")
 
 
 class Front(http.server.ThreadingHTTPServer):
@@ -2742,7 +2778,7 @@ class Front(http.server.ThreadingHTTPServer):
         group.add(request)
         try:
             self.run(lambda: job(request, client_address))
-        except (RuntimeError, MemoryError) as error:  # there can be no more threads
+        except (OSError, MemoryError) as error:
             log.error("a connection of %s is dropped: %s", client_address[0], error)
             self.shutdown_request(request)
 
@@ -2776,9 +2812,9 @@ class Front(http.server.ThreadingHTTPServer):
 
     def shutdown_request(self, request: Any) -> None:
         """Only closes: an end before the close would make a clean end of an aborted response."""
-        request.close()
-        self.served.discard(request)
+        self.served.discard(request)  # first, for whoever sees the end may come again at once
         self.turned_away.discard(request)
+        request.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.exception("a fault of mavgpud in serving %s", client_address[0])
@@ -2786,12 +2822,15 @@ class Front(http.server.ThreadingHTTPServer):
     # Threads
 
     def run(self, job: Callable[[], None]) -> None:
-        """Runs `job` in an idle thread or a new one."""
+        """Runs `job` in an idle thread or a new one. OSError if there can be none."""
         if self.idle.acquire(blocking=False):
             self.jobs.put(job)
-        else:
+            return
+        try:
             # threading.Thread would wait until the new thread runs: a crowd gets in half as fast.
             _thread.start_new_thread(self.work, (job,))
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, str(error)) from None
 
     def work(self, job: Callable[[], None] | None) -> None:
         while job:
@@ -2866,7 +2905,8 @@ def local_page(supervisor: Supervisor, method: bytes, path: bytes) -> Page | Non
         name = rest.decode("latin-1") or "llama"
         for child in supervisor.children:
             if child.name == name:
-                return HEALTHY if child.run and child.run.ready else not_loaded(child)
+                run = child.run
+                return HEALTHY if run and run.ready else not_loaded(child)
         return trouble_page(404, f"there is no child named {name}", "not_found_error")
     if kind != b"mavgpud":
         return None
@@ -3204,6 +3244,7 @@ class Systemd:
         self.interval = watchdog / 2 if watchdog and ours else NEVER  # seconds between two signs
         self.last_sign = -NEVER
         self.status = ""
+        self.fault = ""  # of the last attempt, so that each is said once
 
     def say(self, *lines: str) -> None:
         """Tells systemd, unless that would take waiting, which a poll must not."""
@@ -3213,10 +3254,13 @@ class Systemd:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sock:
                 sock.sendto(data, self.address)
+            self.fault = ""
         except BlockingIOError:
             self.status = ""  # so that it is said again
         except OSError as error:
-            log.warning("systemd cannot be told %s: %s", lines[0], error)
+            if str(error) != self.fault:
+                self.fault = str(error)
+                log.warning("systemd cannot be told %s: %s", lines[0], error)
 
     def pass_done(self, now: float, sentence: str, closing: bool) -> None:
         """The poll loop lives; and what it has to say."""
@@ -3394,9 +3438,12 @@ class Check:
             if taken(child.addr):
                 self.fault(f"{child.name}: {host}:{port} is in use",
                            "stop that program (or is mavgpud running already?)")
-            if child.name == "llama" and bound_port(child.args) != str(port):
-                self.fault(f"llama_args bind port {bound_port(child.args)}, llama_addr is"
-                           f" {host}:{port}",
+            there, number = bound(child.args)
+            fits = there in ("localhost", "127.0.0.1") if host == "localhost" else there == host
+            if child.name == "llama" and not (
+                number == str(port) and (fits or there in ("0.0.0.0", "::"))
+            ):
+                self.fault(f"llama_args bind {there}:{number}, llama_addr is {host}:{port}",
                            f'add "--host", "{host}", "--port", "{port}" to llama_args')
 
     def lock(self) -> None:
@@ -3422,11 +3469,13 @@ class Check:
                        " systems may show other device numbers in /proc/locks")
 
 
-def bound_port(args: Iterable[str]) -> str:
-    """The port that llama-server is told to bind, or its own default."""
+def bound(args: Iterable[str]) -> tuple[str, str]:
+    """The host and the port that llama-server is told to bind, or its own defaults."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", nargs="?")
     parser.add_argument("--port", nargs="?")
-    return parser.parse_known_args(list(args))[0].port or "8080"
+    found, _ = parser.parse_known_args(list(args))
+    return found.host or "127.0.0.1", found.port or "8080"
 
 
 def product(folder: str) -> str:
@@ -3468,11 +3517,11 @@ def main() -> int:
         return Check(config).run()
 
     raise_limit(config.max_connections)
+    supervisor = Supervisor(options.config, config)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, children reap themselves
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda *_: None)  # the watcher reads them from the wake-up descriptor
 
-    supervisor = Supervisor(options.config, config)
     listen = "{}:{}".format(*config.listen)
     try:
         front = supervisor.front = Front(supervisor)

@@ -1056,6 +1056,10 @@ class Decide(unittest.TestCase):
         self.assertEqual(decision.why["llama"][1], "the card is clear in 0 of 3 polls")
         decision = self.decide(self.child("ready", "a"), self.child("stopped", "b"), claim="flock")
         self.assertEqual(decision.why, dict.fromkeys("ab", ("yielded", "yielded to flock")))
+        idle = self.child("ready", "a", idle_for=9.0, idle_timeout=5.0)
+        decision = self.decide(idle, self.child("stopped", "b"), past=(0, 9))
+        self.assertEqual((decision.unload, decision.start), (("a",), ""))
+        self.assertEqual(decision.why, {"b": ("settling", "a is being stopped")})
 
     def test_the_first_poll_after_a_claim_starts_nothing(self) -> None:
         """Even with start_after_polls = 1: whoever gets the lock may not be seen yet."""
@@ -1137,6 +1141,7 @@ class Configuration(TestCase):
             with self.subTest(value):
                 self.assertRegex(self.faults(listen=value)[0], "^listen: ")
         self.assertRegex(self.faults(listen="a" * 10000)[0], "is not HOST:PORT")  # at once
+        self.assertRegex(self.faults(llama_addr="a" * 64 + ":80")[0], "is not HOST:PORT")
         self.assertRegex(self.faults(llama_addr=":8081")[0], "^llama_addr: .* lacks a host")
 
     def test_types_and_ranges(self) -> None:
@@ -1178,7 +1183,7 @@ class Configuration(TestCase):
             ("on our own port", {"addr": "127.0.0.1:8080"}, r"addr: .*:8080 is what listen has"),
             ("a bad name", {"name": "a/b"}, r"name: "),
             ("a bad environment", {"env": {"A=": "1"}}, r"env: "),
-            ("no Unicode in it", {"env": {"A": "\ud800"}}, r"env: .* is not Unicode"),
+            ("no Unicode in it", {"env": {"A": "\ud800"}}, r"env: .* cannot be written in utf-8"),
             ("not its strings", {"env": {"A": 1}}, r"env: 1 is not a string"),
             ("an unknown key", {"adr": "x"}, r"adr: unknown key, did you mean addr\?"),
             ("one from the top", {"idle_tmeout": "1m"}, r"did you mean idle_timeout\?"),
@@ -1746,6 +1751,19 @@ class Yielding(TestCase):
 class Blind(TestCase):
     """What cannot be read is unknown: neither nothing nor nobody."""
 
+    def test_what_still_holds_is_said_again(self) -> None:
+        """Why nothing runs is the last thing said."""
+        top = self.supervisor()
+        top.ready()
+        with self.machine.job():
+            top.wait_log("^llama not loaded: yielded to train")
+            top.wait_log("^card free in")
+            self.machine.used = "lots\n"
+            top.wait_log("nothing is started blind$")
+            self.machine.used = GIB
+            top.wait_log("^llama not loaded: yielded to train", 2)
+            self.steady(top)
+
     def test_used_vram(self) -> None:
         """Nothing is started for as long as it is unknown, which is said once."""
         texts = ("", "lots\n", "-1\n", "9" * 30, str(17 * GIB), "1.5e9\n")
@@ -1909,6 +1927,23 @@ class Two(TestCase):
                               min_free_vram_bytes=GIB)
         self.cw2_port = int(self.cw2["addr"].rpartition(":")[2])
 
+    def test_a_yield_is_timed_from_its_decision(self) -> None:
+        """Also where a child is being stopped for longer."""
+        second = self.child("second", "--term", "ignore", idle_timeout="100ms", idle_rest="never",
+                            stop_grace="1h")
+        top = self.supervisor(children=[second])
+        top.ready()
+        pid = top.ready(name="second")
+        idle = top.moment("^second is idle")
+        until(lambda: time.time() > idle + 1)
+        with self.machine.job():
+            begun = top.moment("^yielding")
+            os.kill(pid, signal.SIGKILL)
+            done = until(lambda: [
+                y for y in top.get("/mavgpud/status").json["yields"] if y["free_seconds"]])[0]
+        most = time.time() - begun + 0.01
+        self.assertLess(max(done["gone_seconds"], done["free_seconds"]), most)
+
     def test_both_run(self) -> None:
         """One after the other, neither a contender, each with its own requests."""
         translate = self.child("translate", routes=["/v1/audio/translations"])
@@ -1992,6 +2027,48 @@ class Two(TestCase):
 
 class Signals(TestCase):
     """SIGTERM, SIGINT and SIGHUP."""
+
+    def test_a_storm_of_sighup_is_one_reload(self) -> None:
+        top = mavgpud.Supervisor.__new__(mavgpud.Supervisor)
+        top.signals = mavgpud.collections.deque([signal.SIGHUP] * 1000)
+        reloads: list[float] = []
+        top.reload = reloads.append
+        top.take_signals(7.0)
+        self.assertEqual((reloads, list(top.signals)), ([7.0], []))
+
+    def test_sigterm_in_the_first_moment(self) -> None:
+        """It ends the program, as it does any that has not begun; it is not lost."""
+        top = self.supervisor(
+            tuning="import os; begin = mavgpud.Card.__init__;"
+                   " mavgpud.Card.__init__ = lambda *a: (begin(*a), os.kill(os.getpid(), 15))[0]")
+        self.assertEqual(top.wait(), -signal.SIGTERM)
+
+    def test_what_a_reload_changes_of_a_loading_child(self) -> None:
+        second = self.child("second", health="/nothing-here")
+        third = self.child("third", "--load", 1000)
+        top = self.supervisor(children=[second, third])
+        pid = top.started(name="second")
+        top.reload(children=[{**second, "health": "/health"}, third])
+        self.assertEqual(top.ready(name="second"), pid)
+        pid = top.started(name="third")
+        top.reload(load_timeout="100ms")
+        top.wait_log(rf"^third: pid {pid} is not ready after load_timeout \(0\.1s\)")
+        self.assertEqual(len(top.logged("^started second")), 1)
+
+    def test_a_request_that_waits_for_a_child_that_is_dropped(self) -> None:
+        second = self.child("second", "--load", 1000, routes=["/second/"])
+        top = self.supervisor(
+            children=[second], wait_for_model="1h",
+            tuning="run = mavgpud.Handler.ready_run; mavgpud.Handler.ready_run ="
+                   " lambda *a: (mavgpud.log.info('asked'), run(*a))[1]")
+        top.started(name="second")
+        answers: list[Answer] = []
+        client = threading.Thread(target=lambda: answers.append(top.get("/second/x")))
+        client.start()
+        top.wait_log("^asked$")
+        top.reload(children=[])
+        client.join(DEADLINE)
+        self.assertEqual(answers[0].status, 503)
 
     def test_a_running_request_may_end(self) -> None:
         for signum, name in ((signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")):
@@ -2997,6 +3074,17 @@ class Refusals(ProxyCase):
     def setUpClass(cls) -> None:
         cls.share()
 
+    def test_what_follows_a_bad_body_is_no_request(self) -> None:
+        """Neither where the child has answered before the body's end."""
+        for pause in (0.0, 0.001, 0.003) * 5:
+            client, peer, _ = self.ask(
+                b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello")
+            peer.send(b"HTTP/1.1 401 No\r\nContent-Length: 2\r\n\r\nno")
+            time.sleep(pause)
+            client.send(get(b"/smuggled"))
+            client.rest()
+            self.nothing_more()
+
     def test_what_can_be_read_in_two_ways_reaches_no_child(self) -> None:
         smuggled = b"GET /smuggled HTTP/1.1\r\nHost: h\r\n\r\n"
         for status, head in (
@@ -3524,6 +3612,33 @@ class Upgrades(ProxyCase):
 
 
 class Bounds(ProxyCase):
+    def test_no_thread_for_an_upload(self) -> None:
+        self.sandwich(
+            tuning="import types, _thread as t; mavgpud._thread = types.SimpleNamespace("
+                   "start_new_thread=lambda f, a: exec('raise RuntimeError(\"no more\")')"
+                   " if a[0].__name__ == 'go_on' else t.start_new_thread(f, a))")
+        client = self.client(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\n\r\nab")
+        self.assert_trouble(client, 502)
+
+    def test_an_upload_that_the_child_does_not_take(self) -> None:
+        """That is the child's fault, and no reason to say that it is not loaded."""
+        self.sandwich(tuning="mavgpud.Upstream.SEND_LIMIT = 0.2")
+        client, _, _ = self.ask(
+            b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 99999999\r\n\r\n")
+        client.pour(bytes(65000), 1 << 25)
+        head, body = client.message()
+        self.assertEqual(head.status, 502)
+        self.assertIn(b"does not take", body)
+
+    def test_an_answer_is_counted_once(self) -> None:
+        top = self.sandwich()
+        client, peer, _ = self.ask(get())
+        peer.send(CHUNKED, b"zz\r\n")
+        self.assert_trouble(client, 502)
+        metrics = top.get("/mavgpud/metrics").body.decode()
+        self.assertIn('mavgpud_requests_total{code="2xx"} 0\n', metrics)
+        self.assertIn('mavgpud_requests_total{code="5xx"} 1\n', metrics)
+
     def test_max_connections(self) -> None:
         self.sandwich(max_connections=3)
         clients = [self.client(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n") for _ in range(3)]
@@ -3655,6 +3770,14 @@ class Bounds(ProxyCase):
 
 
 class NotReady(ProxyCase):
+    def test_a_request_that_crosses_the_unload_is_not_lost(self) -> None:
+        """It has been let in, and is told to go, and asks again."""
+        self.sandwich(tuning="crossed = []; f = mavgpud.Handler.forward; mavgpud.Handler.forward ="
+                             " lambda *a: f(*a) if crossed else bool(crossed.append(1))")
+        client, peer, _ = self.ask(get())
+        peer.send(LAST)
+        self.assertEqual(client.message()[1], b"ok")
+
     def test_the_answer(self) -> None:
         self.sandwich(listen=False, wait_for_model="0s")
         client = self.client(get(), post(b"abc"), b"HEAD / HTTP/1.1\r\nHost: h\r\n\r\n")
@@ -3700,6 +3823,19 @@ class NotReady(ProxyCase):
 
 
 class Yields(ProxyCase):
+    def test_a_blocked_client_of_http_1_0_that_reads_again_is_told(self) -> None:
+        """Also one that has read all of it before its connection is closed."""
+        top = self.sandwich(
+            evict_after_polls=1,
+            tuning="cut = mavgpud.Exchange.break_off; mavgpud.Exchange.break_off ="
+                   " lambda *a: (mavgpud.log.info('cut'), mavgpud.time.sleep(1), cut(*a))")
+        client, peer, _ = self.ask(b"GET / HTTP/1.0\r\n\r\n")
+        peer.send(b"HTTP/1.1 200 OK\r\n\r\n")
+        peer.pour(bytes(65000), 1 << 26)
+        with top.machine.job("train"):
+            top.wait_log("^cut$")
+            self.assertEqual(client.rest()[1], "reset")
+
     def test_what_is_in_flight_is_told(self) -> None:
         top = self.sandwich(evict_after_polls=1)
         stream, stream_peer, _ = self.ask(get(b"/stream"))
@@ -5698,7 +5834,9 @@ class Checking(TestCase):
                 ("together need 18.0 GiB", {"min_free_vram_bytes": 3 * GIB, "children": [child]}),
                 (f"port {busy} is in use", {"listen": f"127.0.0.1:{busy}"}),
                 (f"127.0.0.1:{busy} is in use", {"llama_addr": f"127.0.0.1:{busy}"}),
-                ("llama_args bind port 9, llama_addr is", {"llama_args": ["--port=9"]}),
+                ("llama_args bind 127.0.0.1:9, llama_addr is", {"llama_args": ["--port=9"]}),
+                ("llama_args bind 127.0.0.9:", {"llama_args": [
+                    "--host", "127.0.0.9", "--port", "7"], "llama_addr": "127.0.0.1:7"}),
                 ("card_lock /proc/self/nothing", {"card_lock": "/proc/self/nothing"}),
             ):
                 with self.subTest(fact):

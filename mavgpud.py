@@ -1086,7 +1086,7 @@ class Child:
         self.wanted = False  # a request has come meanwhile; set by handlers
         self.waiters: set[threading.Event] = set()
         self.reason = "not started yet"
-        self.told = ""  # the last that was logged of why it does not run; "": another line says it
+        self.told = ""  # the kind of reason, see `decide`, that the log has last given for it
         self.retry = 10  # seconds, for Retry-After
         self.starts = self.crashes = 0
         self.load_seconds: float | None = None  # of the last load that became ready
@@ -1123,6 +1123,7 @@ class Child:
         pause = min(first * 2 ** min(self.failures - 1, 30), most)
         self.next_try = now + pause
         log.error("%s: %s; next try in %s", self.name, what, spell(pause))
+        self.told = "failed"
 
     def stop(self, now: float, why: str) -> None:
         """Begins to stop: no new requests, those in flight cut, then the process."""
@@ -1185,6 +1186,7 @@ class Child:
         elif self.phase == 2 and now >= self.deadline:
             self.enter(WEDGED, now)  # which has no deadline
             log.error("%s is wedged: SIGKILL does not end it, so nothing else is started", run)
+            self.told = "wedged"
 
     def seen(self, now: float) -> ChildSeen:
         run, config = self.run, self.config
@@ -1606,21 +1608,16 @@ class Supervisor:
         if self.news("blind", blind):
             log.warning("%s: nothing is started blind", blind)
             for child in self.children:
-                child.told = ""
+                child.told = "blind"
         if self.news("kfd", "" if self.card.has_kfd else self.card.kfd_root):
             log.warning("%s does not exist: no job can be seen coming, only free VRAM decides",
                         self.card.kfd_root)
         for child in self.children:
             kind, words = why.get(child.name, ("", ""))
-            said = f"{kind} {words if kind in ('yielded', 'start') else ''}"
-            begins_with_a_line = kind in ("failed", "blind", "wedged")
+            said = f"{kind}: {words}" if kind in ("yielded", "start") else kind
             if child.state in RUNNING:
                 child.told = ""
-            elif begins_with_a_line and not child.told:
-                child.told = said
-            elif said != child.told and (
-                begins_with_a_line or kind in ("yielded", "vram", "rest", "start")
-            ):
+            elif said != child.told and kind not in ("", "settling", "streak", "turn"):
                 child.told = said
                 if kind == "vram":
                     self.explain(f"{child.name} not loaded: {words}; VRAM is held by")

@@ -1751,6 +1751,15 @@ class Yielding(TestCase):
 class Blind(TestCase):
     """What cannot be read is unknown: neither nothing nor nobody."""
 
+    def test_a_failure_is_said_again_after_a_yield(self) -> None:
+        top = self.supervisor("--crash", 0, tuning="mavgpud.Child.BACK_OFF = 300.0, 300.0")
+        top.wait_log("exited with status 1 while loading.*; next try in 5m$")
+        top.wait_log("^card free in")
+        self.steady(top)
+        with self.machine.job():
+            top.wait_log("^llama not loaded: yielded to train")
+        top.wait_log("^llama not loaded: it has failed once, next try in")
+
     def test_what_still_holds_is_said_again(self) -> None:
         """Why nothing runs is the last thing said."""
         top = self.supervisor()
@@ -5744,6 +5753,7 @@ class Wedged(TestCase):
         top.wait_log(rf"^second \(pid {idle}\) is gone")
         with self.machine.job():
             top.wait_log(rf"^llama \(pid {pid}\) is wedged")
+        top.wait_log("^second not loaded: llama is wedged")
         self.assertIn("llama is wedged", top.get("/health").why)
         self.steady(top)
         self.assertEqual(top.get("/mavgpud/status").json["children"][0]["state"], "wedged")

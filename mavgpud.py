@@ -758,6 +758,7 @@ class CardLock:
         # The file's descriptor is the last. Before it, those of files that it has replaced: their
         # holders and waiters still count, and what we hold we let go when the card is free.
         self.fds: list[int] = []
+        self.unused: list[int] = []  # those of which nobody is known to have or await the lock
         self.held = False
 
     def claims(self) -> list[Contender]:
@@ -775,9 +776,7 @@ class CardLock:
                 process = stat(pid)  # it may have ended, and left the lock to another
                 found[pid] = Contender(pid, process.comm if process else "?")
         in_use = {name for _, name in locks}
-        for fd in [fd for fd in self.fds[:-1] if names[fd] not in in_use]:
-            self.fds.remove(fd)
-            os.close(fd)
+        self.unused = [fd for fd in self.fds[:-1] if names[fd] not in in_use]
         return list(found.values())
 
     def open(self) -> None:
@@ -808,8 +807,11 @@ class CardLock:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(fd, fcntl.LOCK_UN)
         self.held = False
-        while self.fds and not self.file:  # turned off: nobody asks for claims any more
-            os.close(self.fds.pop())
+        # Not before: /proc/locks comes in pieces, so that a line may be missing from it at times.
+        for fd in self.unused if self.file else self.fds:  # turned off: nobody asks for claims
+            os.close(fd)
+        self.fds = [fd for fd in self.fds if self.file and fd not in self.unused]
+        self.unused = []
 
 
 def lock_name(fd: int) -> str:

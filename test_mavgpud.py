@@ -5206,15 +5206,18 @@ class LockCase(TestCase):
         return job
 
     def claims(self, waiting: bool, file: str = "") -> list[int]:
-        """Who holds the lock, or who waits for it."""
+        """Who holds the lock, or who waits for it.
+
+        A set at first: the file comes in pieces, and a line may come twice if others change it.
+        """
         there = os.stat(file or self.lock)
         place = f"{os.major(there.st_dev):02x}:{os.minor(there.st_dev):02x}:{there.st_ino}"
-        found = []
+        found = set()
         for line in Path("/proc/locks").read_text().splitlines():
             words = line.split()
             if place in words and ("->" in words) == waiting:
-                found.append(int(words[words.index(place) - 1]))
-        return found
+                found.add(int(words[words.index(place) - 1]))
+        return sorted(found)
 
     def holders(self, file: str = "") -> list[int]:
         return self.claims(False, file)

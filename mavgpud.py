@@ -458,17 +458,27 @@ class Stat(NamedTuple):
         return self.state in "ZX" and self.threads < 2
 
 
+def session_of(pid: int) -> int | None:
+    """The session of a process, 0 if that may not be asked, None if there is no such process."""
+    try:
+        return os.getsid(pid)
+    except (ProcessLookupError, OverflowError):
+        return None
+    except PermissionError:
+        return 0  # a security module's doing; somebody is there
+
+
 def stat(pid: int) -> Stat | None:
     """The process `pid`, None if there is none. Of one that is hidden we know the session alone."""
+    session = session_of(pid)  # which costs less than an open that fails
+    if session is None:
+        return None
     try:
         content = slurp(f"{PROC}/{pid}/stat")
     except OSError:
-        try:
-            return Stat(pid, "?", "?", 0, os.getsid(pid), 1)  # hidden, by hidepid
-        except (ProcessLookupError, OverflowError):
-            return None
-        except PermissionError:
-            return Stat(pid, "?", "?", 0, 0, 1)  # a security module's doing; somebody is there
+        if session_of(pid) is None:
+            return None  # it has ended just now
+        return Stat(pid, "?", "?", 0, session, 1)  # hidden, by hidepid
     # comm is in parentheses and may itself hold parentheses and spaces: the last one counts.
     head, _, rest = content.rpartition(")")
     fields = rest.split()

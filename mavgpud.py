@@ -1110,6 +1110,9 @@ class Child:
         before = self.spent.get(self.state, 0.0) + now - self.since
         self.spent = {**self.spent, self.state: before}
         self.state, self.since, self.deadline = state, now, deadline
+        self.wake_waiters()
+
+    def wake_waiters(self) -> None:
         for waiter in list(self.waiters):
             waiter.set()
 
@@ -1480,6 +1483,7 @@ class Supervisor:
         child.rest_from, run.ready = now, False  # from here on, a request ends the rest
         if run.exchanges:
             child.rest_from, run.ready = NEVER, True
+            child.wake_waiters()  # who has found it unready meanwhile
             return
         idle = spell(now - run.last_request)
         log.info("%s is idle for %s, unloading it", child.name, idle)

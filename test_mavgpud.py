@@ -1296,6 +1296,17 @@ class Reasons(unittest.TestCase):
         file = machine.write("c.json", json.dumps({"llama_bin": "true"}))
         return mavgpud.Child(mavgpud.load_config(file).children[0])
 
+    def test_an_unload_that_is_called_off_keeps_nobody_waiting(self) -> None:
+        """A request may have found the child unready meanwhile, and wait to be told."""
+        child = self.child()
+        run = self.Run(child)
+        run.exchanges.add("a request")
+        waiter = threading.Event()
+        child.waiters.add(waiter)
+        mavgpud.Supervisor.unload(None, child, run, 1.0)
+        self.assertTrue(run.ready and waiter.is_set())
+        self.assertEqual((child.state, child.rest_from), (mavgpud.READY, mavgpud.NEVER))
+
     def test_stopped(self) -> None:
         run = self.Run(child := self.child())
         child.stop(1.0, "yielded to train")

@@ -2326,6 +2326,15 @@ class Peer:
     def close(self) -> None:
         self.sock.close()
 
+    def end(self) -> None:
+        """Ends it at once, even if a process that was just forked has a copy of it.
+
+        Or a connection that one test has left would be used again in the next one.
+        """
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.close()
+
     def reset(self) -> None:
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.sock.close()
@@ -2445,7 +2454,7 @@ class ProxyCase(unittest.TestCase):
         if self.top.server:
             with contextlib.suppress(queue.Empty):
                 while True:
-                    self.top.server.connections.get_nowait().close()
+                    self.top.server.connections.get_nowait().end()
 
     def client(self, *data: bytes) -> Peer:
         client = Peer(socket.create_connection(("127.0.0.1", self.top.port), DEADLINE))
@@ -2460,7 +2469,7 @@ class ProxyCase(unittest.TestCase):
             peer = self.top.server.connections.get(timeout=DEADLINE)
         except queue.Empty:
             raise AssertionError("no connection to the child") from None
-        self.addCleanup(peer.close)
+        self.addCleanup(peer.end)
         return peer
 
     def ask(self, *request: bytes) -> tuple[Peer, Peer, Head]:

@@ -2056,6 +2056,16 @@ class Signals(TestCase):
         top.take_signals(7.0)
         self.assertEqual((reloads, list(top.signals)), ([7.0], []))
 
+    def test_a_systemd_that_is_not_there_is_said_once(self) -> None:
+        program = copy_of_program()
+        said: list[Any] = []
+        program.log = types.SimpleNamespace(warning=lambda *what: said.append(what))
+        systemd = program.Systemd()
+        systemd.address = self.machine.path("nobody")
+        for _ in range(3):
+            systemd.say("WATCHDOG=1")
+        self.assertEqual(len(said), 1)
+
     def test_sigterm_in_the_first_moment(self) -> None:
         """It ends the program, as it does any that has not begun; it is not lost."""
         top = self.supervisor(
@@ -3641,6 +3651,22 @@ class Upgrades(ProxyCase):
 
 
 class Bounds(ProxyCase):
+    def test_a_probe_has_its_time_in_all(self) -> None:
+        """Not again for every byte of an answer that never ends."""
+        top = self.sandwich(tuning="mavgpud.Run.PROBE_TIME = 0.3", listen=False)
+        with socket.create_server(("127.0.0.1", top.llama_port)) as server:
+            probe, _ = server.accept()
+            with probe:
+                probe.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+
+                def given_up() -> bool:
+                    try:
+                        return not probe.send(b"a")
+                    except OSError:
+                        return True
+
+                until(given_up)
+
     def test_no_thread_for_an_upload(self) -> None:
         self.sandwich(
             tuning="import types, _thread as t; mavgpud._thread = types.SimpleNamespace("
@@ -3852,15 +3878,20 @@ class NotReady(ProxyCase):
 
 
 class Yields(ProxyCase):
+    def blocked_old_client(self) -> Peer:
+        """One of HTTP/1.0 that does not read: every buffer on the way to it is full."""
+        client, peer, _ = self.ask(b"GET / HTTP/1.0\r\n\r\n")
+        peer.send(b"HTTP/1.1 200 OK\r\n\r\n")
+        peer.pour(bytes(65000), 1 << 26)
+        return client
+
     def test_a_blocked_client_of_http_1_0_that_reads_again_is_told(self) -> None:
         """Also one that has read all of it before its connection is closed."""
         top = self.sandwich(
             evict_after_polls=1,
             tuning="cut = mavgpud.Exchange.break_off; mavgpud.Exchange.break_off ="
                    " lambda *a: (mavgpud.log.info('cut'), mavgpud.time.sleep(1), cut(*a))")
-        client, peer, _ = self.ask(b"GET / HTTP/1.0\r\n\r\n")
-        peer.send(b"HTTP/1.1 200 OK\r\n\r\n")
-        peer.pour(bytes(65000), 1 << 26)
+        client = self.blocked_old_client()
         with top.machine.job("train"):
             top.wait_log("^cut$")
             self.assertEqual(client.rest()[1], "reset")
@@ -3904,9 +3935,7 @@ class Yields(ProxyCase):
 
     def test_a_blocked_client_of_http_1_0_is_told(self) -> None:
         top = self.sandwich(evict_after_polls=1)
-        client, peer, _ = self.ask(b"GET / HTTP/1.0\r\n\r\n")
-        peer.send(b"HTTP/1.1 200 OK\r\n\r\n")
-        peer.pour(bytes(65000), 1 << 26)
+        client = self.blocked_old_client()
         with top.machine.job("train"):
             top.wait_log("card free")
             self.assertEqual(client.rest()[1], "reset")
@@ -5428,6 +5457,21 @@ class Lock(LockCase):
         os.chmod(self.lock, 0o600)
         self.supervisor().ready()
         self.assertEqual(os.stat(self.lock).st_mode & 0o777, 0o600)
+
+    def test_files_that_were_replaced_are_closed(self) -> None:
+        with self.machine.job():
+            top = self.supervisor()
+            top.wait_log("^llama not loaded: yielded to train")
+            for _ in range(5):
+                os.unlink(self.lock)
+                until(lambda: os.path.exists(self.lock))
+
+            def opened() -> list[str]:
+                folder = f"/proc/{top.pid}/fd"
+                links = [os.path.realpath(f"{folder}/{name}") for name in os.listdir(folder)]
+                return [link for link in links if link.startswith(self.lock)]
+
+            until(lambda: opened() == [self.lock])
 
     def test_two_supervisors_run_one_at_a_time(self) -> None:
         pair = [self.supervisor(), self.supervisor()]

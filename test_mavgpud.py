@@ -1449,13 +1449,20 @@ class Running(TestCase):
 
     @unittest.skipIf(len(os.sched_getaffinity(0)) < 2, "needs two CPUs")
     def test_processors(self) -> None:
-        """The front keeps to one, where its threads hand over quickest; the child has them all."""
+        """The front keeps to one, where its threads hand over quickest; the child has them all.
+
+        And the front alone lets others finish first: the polls and the child are as before.
+        """
         top = self.supervisor()
         pid = top.ready()
         self.assertEqual(top.chat().status, 200)
-        threads = [os.sched_getaffinity(int(task)) for task in os.listdir(f"/proc/{top.pid}/task")]
-        self.assertGreater(sum(len(cpus) == 1 for cpus in threads), 1)
+        threads = [int(task) for task in os.listdir(f"/proc/{top.pid}/task")]
+        front = [task for task in threads if len(os.sched_getaffinity(task)) == 1]
+        self.assertGreater(len(front), 1)
         self.assertEqual(os.sched_getaffinity(pid), os.sched_getaffinity(0))
+        self.assertEqual(
+            front, [task for task in threads if os.sched_getscheduler(task) == os.SCHED_BATCH])
+        self.assertEqual(os.sched_getscheduler(pid), os.sched_getscheduler(0))
 
     def test_crash_is_noticed_at_once(self) -> None:
         """Not at the next poll, which is a minute away, and not by a probe, for there is none."""
@@ -2752,6 +2759,8 @@ class Bodies(unittest.TestCase):
         (b"5\r\nhello\r\n0\r\n\r\n\r\nGET /", b"hello", b"\r\nGET /"),
         (b"05\r\nhello\r\n6\r\n\r\nworl\r\n0\r\n\r\n", b"hello\r\nworl", b""),
         (b"A\r\n0123456789\r\na\r\n0123456789\r\n0\r\n\r\n", b"0123456789" * 2, b""),
+        (b"1\r\n\r\r\n2\r\n\n\n\r\n1\r\nx\r\n0\r\n\r\n", b"\r\n\nx", b""),
+        (b"1\r\nx\r\n3\r\n\r\n1\r\n1\r\ny\r\n0\r\n\r\n", b"x\r\n1y", b""),
         (b"5;a=b\r\nhello\r\n0;x\r\n\r\n", b"hello", b""),
         (b"5 ; a=\"\xe9\"\r\nhello\r\n0\t;\r\n\r\n", b"hello", b""),
         (b"5\r\nhello\r\n0\r\nA: b\r\nC:\r\n\r\nnext", b"hello", b"next"),
@@ -2774,13 +2783,31 @@ class Bodies(unittest.TestCase):
                 with self.subTest(parts):
                     self.assertEqual(self.feed(mavgpud.CHUNKED, parts), (content, True, rest))
 
+    @contextlib.contextmanager
+    def any_lot(self) -> Iterator[None]:
+        """Whatever comes is looked at as if it were very much, many chunks at a time."""
+        before, mavgpud.LOT = mavgpud.LOT, 0
+        try:
+            yield
+        finally:
+            mavgpud.LOT = before
+
     def test_chunks_are_passed_on_as_they_come(self) -> None:
-        for data, _, rest in self.VALID:
-            whole = data[: len(data) - len(rest)]
-            for parts in self.splits(data):
-                with self.subTest(parts):
-                    self.assertEqual(
-                        self.feed(mavgpud.CHUNKED, parts, passed=True), (whole, True, rest))
+        for way in (contextlib.nullcontext, self.any_lot):
+            for data, _, rest in self.VALID:
+                whole = data[: len(data) - len(rest)]
+                for parts in self.splits(data):
+                    with self.subTest(parts, way=way), way():
+                        self.assertEqual(
+                            self.feed(mavgpud.CHUNKED, parts, passed=True), (whole, True, rest))
+
+    def test_many_chunks_at_a_time(self) -> None:
+        """Tokens are; whatever is not as simple as they are left to the one who reads each."""
+        token = b"2c\r\n" + b"x" * 44 + b"\r\n"
+        for rest in (b"", b"2", b"2c\r", b"2c\r\n", b"2c\r\nxxx", token[:-1]):
+            self.assertEqual(mavgpud.plain_chunks(token * 99 + rest), len(token) * 99)
+        for odd in (b"2C\r\n" + token[4:], b"2\r\n\r\n\r\n", b"0\r\n\r\n", b"1\r\nxx\r\n", b"\r\n"):
+            self.assertEqual(mavgpud.plain_chunks(token + odd + token), 0, odd)
 
     def test_part_of_a_chunk_is_passed_on(self) -> None:
         for data, passed in (
@@ -2792,8 +2819,10 @@ class Bodies(unittest.TestCase):
     def test_malformed_chunks_in_every_split(self) -> None:
         for data in self.INVALID:
             for parts in self.splits(data):
-                for passed in (False, True):
-                    with self.subTest(parts, passed=passed), self.assertRaises(mavgpud.Malformed):
+                for passed, way in ((False, contextlib.nullcontext),
+                                    (True, contextlib.nullcontext), (True, self.any_lot)):
+                    with self.subTest(parts, passed=passed, way=way), way(), \
+                            self.assertRaises(mavgpud.Malformed):
                         self.feed(mavgpud.CHUNKED, parts, passed)
 
     def test_malformed_at_once(self) -> None:

@@ -2206,7 +2206,7 @@ def chunk_size(line: bytes) -> int:
 
 
 # The size lines of what a token takes, as llama-server writes them.
-TOKEN_SIZES = {b"%x" % size: size for size in range(1, 1024)}
+TOKEN_SIZES = {b"%x" % size: size for size in range(1, 512)}
 
 
 def plain_chunks(data: bytes) -> int:

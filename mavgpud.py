@@ -1108,7 +1108,7 @@ class Child:
         self.history: tuple[Entry, ...] = ()
 
     def copied(self) -> Child:
-        """As copy.copy does it, which costs as much as a tenth of a poll."""
+        """Like copy.copy, which would cost a tenth of a poll."""
         twin = object.__new__(Child)
         twin.__dict__.update(self.__dict__)
         return twin
@@ -2491,8 +2491,8 @@ class Exchange:
     one; only the handler itself closes them, so no descriptor is ever closed while it is in use.
     """
 
-    # Seconds between two lots of events. They follow each other as fast as we read them, and the
-    # larger they are, the less of the CPU that the child and the client need goes into them.
+    # Seconds between two lots of events. Such a stream brings as much as is there whenever we look,
+    # and the less often we do, the more of the CPU is left to the child and to the client.
     PAUSE = 0.002
 
     def __init__(self, handler: Handler, request: Request, body: Body, run: Run) -> None:
@@ -2840,8 +2840,8 @@ class Front(http.server.ThreadingHTTPServer):
         Threads of Python do not run at the same time anyway. On several CPUs each of their many
         hand-overs of the interpreter lock wakes another CPU: twice the work for half the requests.
         SCHED_BATCH (sched(7)): one that wakes up lets the running one finish, instead of taking
-        the CPU from it only to find the lock taken. The poll loop, and so the children, are not
-        concerned.
+        the CPU from it only to find the lock taken. Where jobs keep all CPUs busy, an answer may
+        take some ms longer. The poll loop, and so the children, are not concerned.
         """
         try:
             os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})

@@ -2779,7 +2779,7 @@ class Front(http.server.ThreadingHTTPServer):
     """Accepts clients and gives each a thread. A thread that has become idle takes the next one."""
 
     request_queue_size = 1024
-    IDLE_THREAD_TIME = 10.0  # seconds; starting a thread costs more than a small request
+    IDLE_THREAD_TIME = 2.0  # seconds; starting a thread costs more than a small request
     TURNED_AWAY = 32  # clients over the limit that are told so at the same time
 
     def __init__(self, supervisor: Supervisor) -> None:

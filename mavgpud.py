@@ -32,9 +32,10 @@ from __future__ import annotations
 
 import sys
 
-# http.client loads OpenSSL wherever it is found: 4 MB, and 13 ms at every start, that nobody needs
-# who speaks to his own children only.
-sys.modules.setdefault("ssl", None)  # type: ignore[arg-type]
+# http.client loads OpenSSL wherever it is found, and shutil what packs archives: 4.5 MB, and 15 ms
+# at every start, that nobody needs who speaks to his own children only.
+for unused in ("ssl", "bz2", "lzma", "zlib"):
+    sys.modules.setdefault(unused, None)  # type: ignore[arg-type]
 
 import _thread
 import argparse

@@ -1019,8 +1019,7 @@ class Run:
                 wire = upstream.wire
                 wire.send(request.encode())
                 while not (head := wire.head()):
-                    wire.limit(max(deadline - time.monotonic(), 0.001))
-                    if not wire.fill():
+                    if not wire.fill_by(deadline):
                         return False
                 return Response(head, b"GET").status == 200
         except (OSError, Ended, Stalled, Malformed):
@@ -1825,9 +1824,9 @@ MAX_LINE = 32 * 1024  # bytes of a request line (414)
 MAX_HEAD = 128 * 1024  # bytes of a head (431)
 MAX_FIELDS = 256  # fields of a head, or of a trailer section (431)
 MAX_CHUNK_LINE = 4096  # bytes of a chunk's size line
-LOT = 4096  # bytes that arrive at once of a stream that is faster than any model
 MAX_TRAILERS = 64 * 1024  # bytes of a trailer section
 MAX_INTERIM = 32  # 1xx responses before the final one
+LOT = 4096  # bytes that arrive at once of a stream that is faster than any model
 
 # RFC 9110 5.6.2 (token) and 5.5 (field value, obs-text included), RFC 9112 2 to 5: what does not
 # match is not looked at any further.
@@ -2029,11 +2028,11 @@ remembered_response = functools.lru_cache(maxsize=256)(Response)
 
 
 def timeval(seconds: float) -> bytes:
-    """A struct timeval for SO_RCVTIMEO and SO_SNDTIMEO.
+    """A struct timeval for SO_RCVTIMEO and SO_SNDTIMEO; rounded up, for 0 means for ever.
 
     The kernel keeps the time, so that a socket with a limit costs no poll(2) before each call.
     """
-    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+    return struct.pack("@ll", *divmod(math.ceil(seconds * 1e6), 1000000))
 
 
 class Wire:
@@ -2049,6 +2048,7 @@ class Wire:
         self.buffer = bytearray(self.SMALL)
         self.view = memoryview(self.buffer)
         self.start = self.end = 0
+        self.limited = 0.0  # seconds that `fill` waits before it is Stalled; 0: for ever
 
     def fill(self) -> bool:
         """Waits for bytes and appends them; False at the peer's end. Ended, Stalled."""
@@ -2085,11 +2085,22 @@ class Wire:
             raise Ended from None
 
     def limit(self, seconds: float) -> None:
-        """Sets how long `fill` waits before it is Stalled; 0 for ever."""
+        """Sets how long `fill` waits before it is Stalled; 0 for ever. Ended."""
+        if seconds == self.limited:
+            return
         try:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(seconds))
         except OSError:
             raise Ended from None
+        self.limited = seconds
+
+    def fill_by(self, deadline: float) -> bool:
+        """`fill`, but Stalled at `deadline` (monotonic), however steadily bytes trickle in."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise Stalled
+        self.limit(left)
+        return self.fill()
 
     def head(self) -> bytes | None:
         """The next head, if it has arrived whole; Malformed if it is too large already."""
@@ -2279,12 +2290,10 @@ def linger(wire: Wire, seconds: float = 2.0) -> None:
     """
     shut(wire.sock, socket.SHUT_WR)
     deadline = time.monotonic() + seconds
+    wire.start = wire.end
     with contextlib.suppress(Ended, Stalled):
-        while (left := deadline - time.monotonic()) > 0:
-            wire.limit(max(left, 0.001))
+        while wire.fill_by(deadline):
             wire.start = wire.end
-            if not wire.fill():
-                return
 
 
 class Lost(Exception):
@@ -2312,7 +2321,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.waiter: threading.Event | None = None  # making one costs a tenth of a connection
         self.gone = False  # the client has closed or reset its connection
         self.idle = True  # between two requests
-        self.limit = self.HEAD_TIME  # the listener gives it to its sockets
+        self.wire.limited = self.HEAD_TIME  # the listener gives it to its sockets
         client: str = self.client_address[0].removeprefix("::ffff:")
         self.client_line = client.encode() + b"\r\n\r\n"  # the end of X-Forwarded-For
         self.supervisor.watcher.add(self.sock.fileno(), select.EPOLLRDHUP, self.client_left)
@@ -2371,8 +2380,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.idle = False
         blank = wire.buffer.startswith(b"\r\n", wire.start, wire.end)
         head = (None if blank else wire.head()) or self.slow_head()
-        if self.limit != self.IDLE_TIME:
-            self.set_limit(self.IDLE_TIME)
+        wire.limit(self.IDLE_TIME)
         return head
 
     def slow_head(self) -> bytes | None:
@@ -2396,19 +2404,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 raise Malformed(400, "a line that does not end in CR LF")
             if checked:  # so that a head that comes byte by byte is not read again at each
                 checked = wire.end - wire.start - 1
-            left = deadline - time.monotonic()
             try:
-                if left <= 0:
-                    raise Stalled
-                self.set_limit(left)
-                if not wire.fill():
+                if not wire.fill_by(deadline):
                     return None
             except Stalled:
                 raise Malformed(408, f"no whole request in {spell(self.HEAD_TIME)}") from None
-
-    def set_limit(self, seconds: float) -> None:
-        self.limit = seconds
-        self.wire.limit(seconds)
 
     # Answering it
 
@@ -2750,13 +2750,13 @@ class Upload:
         """What the thread does: sends what has arrived and what comes, until its end."""
         body, handler = self.body, self.exchange.handler
         try:
-            handler.set_limit(0 if body.framing == UNTIL_CLOSE else handler.STALL_TIME)
+            body.wire.limit(0 if body.framing == UNTIL_CLOSE else handler.STALL_TIME)
             while True:
                 self.send(framed(body.arrived(), body.framing == CHUNKED, body.done))
                 if body.done:
                     break
                 body.wait()
-            handler.set_limit(handler.IDLE_TIME)
+            body.wire.limit(handler.IDLE_TIME)
         except (Malformed, Ended, Stalled) as fault:
             stalled = Malformed(408, "the request's body does not come")
             self.fault = stalled if isinstance(fault, Stalled) else fault
